@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch_geometric.nn as gnn
@@ -11,9 +11,7 @@ from torch_geometric.data import Batch
 from torch_geometric.nn import MessagePassing
 
 # `MeshCNNConv`; empty before PyG 2.7.
-MESH_CNN_CONV: tuple[type, ...] = tuple(
-    getattr(gnn, name) for name in ("MeshCNNConv",) if hasattr(gnn, name)
-)
+MESH_CNN_CONV: tuple[type, ...] = (gnn.MeshCNNConv,) if hasattr(gnn, "MeshCNNConv") else ()
 
 # Attributes in which layers keep what they computed from the edges.
 CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h")
@@ -38,24 +36,14 @@ def slices_of(batch: Batch, name: str) -> tuple[Tensor, Tensor | None] | None:
     return (slices, increments) if isinstance(slices, Tensor) and slices.dim() == 1 else None
 
 
-def arguments_of_propagate(conv: MessagePassing) -> tuple[str, ...]:
-    """Return the names, like "x_j", that the steps of `propagate` read."""
-    return tuple(conv._user_args)
-
-
-def arguments_of_edge_updater(conv: MessagePassing) -> tuple[str, ...]:
-    """Return the names, like "x_j", that `edge_update` reads."""
-    return tuple(conv._edge_user_args)
+def arguments_of(method: str, conv: MessagePassing) -> tuple[str, ...]:
+    """Return the names, like "x_j", that "propagate" or "edge_updater" of a layer reads."""
+    return tuple(conv._user_args if method == "propagate" else conv._edge_user_args)
 
 
 def arguments_of_update(conv: MessagePassing) -> tuple[str, ...]:
     """Return the names that `update` reads besides the aggregated messages."""
     return tuple(conv.inspector.get_param_names("update", exclude=conv.special_args))
-
-
-def source_rows(conv: gnn.HGTConv) -> Callable[..., Any]:
-    """Return the method `SOURCE_ROWS`."""
-    return getattr(conv, SOURCE_ROWS)
 
 
 def passing_hooks(module: nn.Module) -> Iterator[Any]:

@@ -136,12 +136,12 @@ def saved_options(node: Any) -> dict[str, Any]:
     names = [name for name in dir(node) if name.startswith(_SAVED)]
     values = {name.removeprefix(_SAVED): getattr(node, name) for name in names}
     plain = (bool, int, float, str, type(None))
-    return {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, plain)
-        or (isinstance(value, tuple | list) and all(isinstance(one, plain) for one in value))
-    }
+
+    def is_plain(value: Any) -> bool:
+        parts = value if isinstance(value, tuple | list) else [value]
+        return all(isinstance(one, plain) for one in parts)
+
+    return {name: value for name, value in values.items() if is_plain(value)}
 
 
 def shape_of_output(node: Any, index: int) -> tuple[int, ...]:
@@ -287,13 +287,12 @@ def save_tensors(
     group: dist.ProcessGroup | None,
 ) -> None:
     """Write `tensors`, together with the other ranks of `group` if distributed."""
+    options: dict[str, Any] = {"storage_writer": writer, "process_group": group}
     if "no_dist" in inspect.signature(save).parameters:  # torch 2.6
-        options: dict[str, Any] = {"no_dist": not is_distributed, "process_group": group}
-        save(dict(tensors), storage_writer=writer, **options)
-        return
+        options["no_dist"] = not is_distributed
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is unavailable")
-        save(dict(tensors), storage_writer=writer, process_group=group)
+        save(dict(tensors), **options)
 
 
 def load_tensors(tensors: Mapping[str, Tensor], reader: Any) -> None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any, NoReturn
 
 import lightning as L
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, Dataset, HeteroData
-from torch_geometric.utils import is_sparse
+from torch_geometric.utils import index_to_mask, is_sparse
 
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, GraphError
 
@@ -252,9 +253,7 @@ def _check_split(split: int, num_splits: int) -> None:
 
 def _masks_from_indices(graph: Data, indices: dict[str, Tensor]) -> None:
     for name, key in zip(MASKS, ("train", "valid", "test"), strict=True):
-        mask = torch.zeros(graph.num_nodes, dtype=torch.bool)
-        mask[indices[key]] = True
-        graph[name] = mask
+        graph[name] = index_to_mask(torch.as_tensor(indices[key]), graph.num_nodes)
 
 
 def _draw_masks(graph: Data, split_fracs: tuple[float, float, float], seed: int) -> None:
@@ -268,14 +267,9 @@ def _draw_masks(graph: Data, split_fracs: tuple[float, float, float], seed: int)
         )
     num_nodes = int(graph.num_nodes)
     order = torch.randperm(num_nodes, generator=torch.Generator().manual_seed(seed))
-    start, total_frac = 0, 0.0
-    for name, frac in zip(MASKS, split_fracs, strict=True):
-        total_frac += frac
-        end = min(round(total_frac * num_nodes), num_nodes)
-        mask = torch.zeros(num_nodes, dtype=torch.bool)
-        mask[order[start:end]] = True
-        graph[name] = mask
-        start = end
+    ends = [min(round(share * num_nodes), num_nodes) for share in accumulate(split_fracs)]
+    for name, nodes in zip(MASKS, order.tensor_split(ends), strict=False):  # the rest has no mask
+        graph[name] = index_to_mask(nodes, num_nodes)
 
 
 def _describe(value: object) -> str:

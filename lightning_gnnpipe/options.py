@@ -229,25 +229,17 @@ class StrategyOptions:
     def histories(self) -> HistoryOptions:
         """How histories are kept."""
         device = None if self.history_device is None else torch.device(self.history_device)
-        dtype = self.history_dtype
-        if isinstance(dtype, str):
-            dtype = getattr(torch, dtype)
+        given = self.history_dtype
+        dtype = getattr(torch, given) if isinstance(given, str) else given
         return HistoryOptions(self.method, self.recompute, dtype, device)
 
     def for_engine(self, seed: int, world_size: int, *, is_fitting: bool) -> EngineOptions:
         """Return the engine's options for a run on `world_size` processes."""
-        num_stages, _ = self.resolve_layout(world_size)
         balance = self.balance
         if balance == "measured" and not is_fitting:
             balance = "uniform"  # exact passes run the stages one after the other
         return EngineOptions(
-            chunks=ChunkOptions(
-                self.num_chunks,
-                self.partition,
-                seed,
-                auto_chunks=CHUNKS_PER_STAGE * num_stages,
-                cross_edges=self.cross_chunk_edges,
-            ),
+            chunks=self._chunks(self.resolve_layout(world_size)[0], seed),
             histories=self.histories,
             chunk_order=self.chunk_order,
             balance=balance,
@@ -286,8 +278,11 @@ class StrategyOptions:
 
     def expect_num_chunks(self, num_stages: int) -> int:
         """Return K as far as it is known before the graph."""
-        auto_chunks = CHUNKS_PER_STAGE * num_stages
-        return ChunkOptions(self.num_chunks, self.partition, 0, auto_chunks).expected
+        return self._chunks(num_stages).expected
+
+    def _chunks(self, num_stages: int, seed: int = 0) -> ChunkOptions:
+        auto_chunks, cross_edges = CHUNKS_PER_STAGE * num_stages, self.cross_chunk_edges
+        return ChunkOptions(self.num_chunks, self.partition, seed, auto_chunks, cross_edges)
 
 
 _DEFAULTS = {one.name: one.default for one in fields(StrategyOptions)}

@@ -12,8 +12,8 @@ import logging
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, replace
 from math import isclose
 from typing import Any
@@ -32,7 +32,8 @@ from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.planning import PipelinePlan, plan_pipeline
 from lightning_gnnpipe.stages import find_pipelined
 from lightning_gnnpipe.strategy import GNNPipeStrategy
-from lightning_gnnpipe.trainer import random_state, refuse_import, set_random_state
+from lightning_gnnpipe.trainer.refuse import refuse_import
+from lightning_gnnpipe.trainer.replay import random_state, set_random_state
 from lightning_gnnpipe.user_code import at, line_of
 
 _MOST_NODES = 2000  # of the part of a graph
@@ -70,15 +71,7 @@ def check(
 
 
 class Preview:
-    """One check, of `Trainer.fit(module, **given)`.
-
-    Args:
-        module: The module to train.
-        given: The data, as keyword arguments of `Trainer.fit`.
-        strategy: Its options count; None for the default options.
-        num_devices: Devices to plan for.
-        precision: The Trainer's.
-    """
+    """One check, of `Trainer.fit(module, **given)`; see `check`."""
 
     def __init__(
         self,
@@ -110,7 +103,8 @@ class Preview:
                 if isinstance(self._misfit, GNNPipeError) and not steps.is_of_graphs:
                     raise self._misfit
             except GNNPipeError as error:
-                return _refuse(error, self._remark)
+                _print(filter(None, ["Verdict: refused.", str(error), self._remark]))
+                return False
             finally:
                 set_random_state(self._random, _CPU)
         lines = [*self._findings(plain, steps), *notes, *_forecast(plain.plan)]
@@ -133,7 +127,7 @@ class Preview:
                 return self._run_plain()
             raise ConfigError(
                 expected="a module that trains in a plain Trainer",
-                found=_words(error),
+                found=words_of(error),
                 remedy="Mend that first: it fails without the strategy as well.",
             ) from error
 
@@ -148,7 +142,7 @@ class Preview:
                 raise
             raise ConfigError(
                 expected="a module that trains under the strategy as in a plain Trainer",
-                found=_words(error),
+                found=words_of(error),
                 remedy="Please report it, with the smallest module that shows it.",
             ) from error
 
@@ -193,20 +187,23 @@ class Preview:
 
     def _plan(self, module: pl.LightningModule, batch: Any) -> PipelinePlan | Exception:
         """Return a plan for the devices; else for one device, and note the error; or an error."""
-        asked, before = self._options.resolve_layout(self._num_devices), random_state(_CPU)
-        errors: list[Exception] = []
-        for num_stages, num_shards in (asked, (1, 1)):
+        before, self._misfit = random_state(_CPU), None
+
+        def plan(num_stages: int, num_shards: int) -> PipelinePlan:
             layout = {"num_stages": num_stages, "num_shards": num_shards}
             try:
-                plan = plan_pipeline(module, batch, self._options, **layout)
-            except Exception as error:
-                errors.append(error)
-                continue
+                return plan_pipeline(module, batch, self._options, **layout)
             finally:
                 set_random_state(before, _CPU)
-            self._misfit = errors[0] if errors else None
-            return plan
-        return errors[0]
+
+        try:
+            return plan(*self._options.resolve_layout(self._num_devices))
+        except Exception as error:
+            with suppress(Exception):  # the first error is the one to report
+                alone = plan(1, 1)
+                self._misfit = error
+                return alone
+            return error
 
     def _findings(self, plain: _Steps, steps: _Steps) -> Iterator[str]:
         name, pipelined, _ = find_pipelined(self._module, self._options.pipelined_module)
@@ -303,11 +300,10 @@ def _expect_lightning(module: Any) -> None:
     if any(kind.__module__.startswith(f"{_OTHER}.") for kind in type(module).__mro__):
         refuse_import("LightningModule")
     if is_compiled(module) or not isinstance(module, pl.LightningModule):
+        kind = "one that torch.compile returned" if is_compiled(module) else type(module).__name__
         raise ConfigError(
             expected="a LightningModule",
-            found="one that torch.compile returned"
-            if is_compiled(module)
-            else type(module).__name__,
+            found=kind,
             remedy="Pass the LightningModule itself. Layers inside of it may be compiled.",
         )
 
@@ -315,7 +311,7 @@ def _expect_lightning(module: Any) -> None:
 def _forecast(plan: PipelinePlan | Exception | None) -> Iterator[str]:
     """Yield the stages and seconds of a plan, or why there is none."""
     if not isinstance(plan, PipelinePlan):
-        yield f"No forecast: {_words(plan) if plan else 'no training step'}."
+        yield f"No forecast: {words_of(plan) if plan else 'no training step'}."
         return
     for number, stage in enumerate(plan.stages):
         first, last = stage.first_layer, stage.first_layer + stage.num_layers - 1
@@ -339,17 +335,13 @@ def _verdict(steps: _Steps) -> str:
     return "Verdict: would train, but exactly in each step, so that nothing overlaps."
 
 
-def _refuse(error: GNNPipeError, remark: str = "") -> bool:
-    _print(["Verdict: refused.", str(error), *([remark] if remark else [])])
-    return False
-
-
-def _print(lines: Sequence[str]) -> None:
+def _print(lines: Iterable[str]) -> None:
     sys.stdout.write("\n".join([*lines, ""]))
     sys.stdout.flush()
 
 
-def _words(error: Exception) -> str:
+def words_of(error: Exception) -> str:
+    """Return the type and first line of an error of the user's code, and where it stands."""
     return f"{type(error).__name__}: {first_line(error)}{at(line_of(error))}"
 
 
@@ -369,18 +361,13 @@ def _quiet() -> Iterator[list[str]]:
     own, handler = logging.getLogger(__package__), _Texts(texts)
     # A script that imports the other package has made it the one that speaks.
     names = ("lightning.pytorch", "lightning.fabric", _OTHER, "lightning_fabric")
-    loggers = list(map(logging.getLogger, names))
-    levels, propagates = [one.level for one in loggers], own.propagate
-    own.addHandler(handler)
-    own.propagate = False
-    for one in loggers:
-        one.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield texts
-    finally:
-        own.removeHandler(handler)
-        own.propagate = propagates
-        for one, level in zip(loggers, levels, strict=True):
-            one.setLevel(level)
+    with warnings.catch_warnings(), ExitStack() as undo:
+        warnings.simplefilter("ignore")
+        undo.callback(own.removeHandler, handler)
+        undo.callback(setattr, own, "propagate", own.propagate)
+        own.addHandler(handler)
+        own.propagate = False
+        for one in map(logging.getLogger, names):
+            undo.callback(one.setLevel, one.level)
+            one.setLevel(logging.ERROR)
+        yield texts

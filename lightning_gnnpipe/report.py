@@ -29,16 +29,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "StageRow",
-    "check_matplotlib",
-    "chrome_trace",
-    "describe_stages",
-    "draw_timeline",
-    "format_stages",
-    "timeline_title",
-]
-
 FORWARD, BACKWARD, IDLE = "#4477aa", "#c8553d", "#d5d5d5"
 NAMES = {Op.F: "forward", Op.B: "backward"}
 COLOURS = {"forward": FORWARD, "backward": BACKWARD, "idle (bubble)": IDLE}
@@ -50,6 +40,7 @@ _DIGIT_WIDTH = 0.64 / 72  # inches per digit, at font size 1
 _DIGIT_HEIGHT = 0.9 / 72
 _PADDING_INCHES = 0.03
 _BAR_HEIGHT = 0.84
+_CENTRED: Any = {"ha": "center", "va": "center"}
 _HEADINGS = ("stage", "layers", "parameters", "cost [ms]")
 _LEFT = 1  # the left-aligned column
 
@@ -128,16 +119,8 @@ def _draw_phases(axes: Axes, events: Sequence[TraceEvent], num_ranks: int) -> No
         axes.broken_barh(bars, (rank - _BAR_HEIGHT / 2, _BAR_HEIGHT), color=IDLE, linewidth=0)
     if len(spans) == 2 and spans[1][0] > spans[0][1]:
         middle_ms = (spans[0][1] + spans[1][0]) / 2e3
-        axes.text(
-            middle_ms,
-            (num_ranks - 1) / 2,
-            "outputs, loss",
-            ha="center",
-            va="center",
-            rotation=90,
-            color="#666666",
-            size=7,
-        )
+        place = middle_ms, (num_ranks - 1) / 2
+        axes.text(*place, "outputs, loss", rotation=90, color="#666666", size=7, **_CENTRED)
 
 
 def _draw_boxes(
@@ -158,16 +141,9 @@ def _draw_boxes(
         text, width = str(action.chunk), width_us * inches_per_us
         is_upright = len(text) * font_size * _DIGIT_WIDTH <= width
         if is_upright or font_size * _DIGIT_HEIGHT <= width:
-            axes.text(
-                (event.start_us + width_us / 2) / 1e3,
-                event.rank,
-                text,
-                ha="center",
-                va="center",
-                rotation=0 if is_upright else 90,
-                color="white",
-                size=font_size,
-            )
+            place = (event.start_us + width_us / 2) / 1e3, event.rank
+            turn = 0 if is_upright else 90
+            axes.text(*place, text, rotation=turn, color="white", size=font_size, **_CENTRED)
 
 
 def _label(
@@ -208,15 +184,15 @@ def chrome_trace(stats: PipelineStats, title: str = "training step") -> dict[str
 
 def _names(stats: PipelineStats, title: str) -> list[dict[str, Any]]:
     threads = ["phase", *(" ".join(name) for name in stats.rank_names())]
-    named = [_metadata("process_name", 0, name=title)]
+    named = [_event("M", 0, "process_name", args={"name": title})]
     for thread, name in enumerate(threads):
-        named.append(_metadata("thread_name", thread, name=name))
-        named.append(_metadata("thread_sort_index", thread, sort_index=thread))
+        named.append(_event("M", thread, "thread_name", args={"name": name}))
+        named.append(_event("M", thread, "thread_sort_index", args={"sort_index": thread}))
     return named
 
 
-def _metadata(what: str, thread: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "pid": 0, "tid": thread, "name": what, "args": args}
+def _event(kind: str, thread: int, name: str, **more: Any) -> dict[str, Any]:
+    return {"ph": kind, "pid": 0, "tid": thread, "name": name, **more}
 
 
 def _phases(stats: PipelineStats) -> list[dict[str, Any]]:
@@ -225,23 +201,20 @@ def _phases(stats: PipelineStats) -> list[dict[str, Any]]:
     named = list(zip(names, found, strict=False))
     if len(found) == 2:
         named.append(("outputs, loss", (found[0][1], max(found[0][1], found[1][0]))))
-    return [_complete(name, "phase", 0, start, end) for name, (start, end) in named]
+    return [
+        _event("X", 0, name, cat="phase", ts=start, dur=end - start) for name, (start, end) in named
+    ]
 
 
 def _actions(stats: PipelineStats) -> list[dict[str, Any]]:
     found = []
     for event in stats.events:
         action = Action.parse(event.action)
-        name = f"{action.op.value}{action.chunk}"
-        one = _complete(name, NAMES[action.op], 1 + event.rank, event.start_us, event.end_us)
+        name, time = f"{action.op.value}{action.chunk}", event.end_us - event.start_us
         args = {"stage": action.stage, "chunk": action.chunk, "wait_us": event.wait_us}
-        found.append(one | {"args": args})
+        span = {"cat": NAMES[action.op], "ts": event.start_us, "dur": time, "args": args}
+        found.append(_event("X", 1 + event.rank, name, **span))
     return found
-
-
-def _complete(name: str, category: str, thread: int, start: float, end: float) -> dict[str, Any]:
-    one = {"ph": "X", "pid": 0, "tid": thread, "name": name, "cat": category}
-    return one | {"ts": start, "dur": end - start}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,19 +19,16 @@ from torch.optim import Optimizer
 from lightning_gnnpipe.chunks import PipelineStats
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.options import StrategyOptions
+from lightning_gnnpipe.passing import replace_attributes
 from lightning_gnnpipe.planning import PipelinePlan, plan_pipeline
 from lightning_gnnpipe.staleness import Staleness
 from lightning_gnnpipe.steps import Controls
-from lightning_gnnpipe.trainer import (
-    AtomicCheckpointIO,
-    Checkpoints,
-    EngineHost,
-    LightningStrategy,
-    PathLike,
-    Processes,
-    Replicas,
-    optimizers_to_device,
-)
+from lightning_gnnpipe.trainer import _compat
+from lightning_gnnpipe.trainer._compat import LightningStrategy, PathLike
+from lightning_gnnpipe.trainer.checkpoints import AtomicCheckpointIO, Checkpoints
+from lightning_gnnpipe.trainer.engine_host import EngineHost
+from lightning_gnnpipe.trainer.processes import Processes
+from lightning_gnnpipe.trainer.replicas import Replicas
 from lightning_gnnpipe.types import (
     Balance,
     ChangingInputs,
@@ -210,11 +206,10 @@ class GNNPipeStrategy(LightningStrategy):
         """Number of replicas, and the replica of this process."""
         return self._replicas.sampler_kwargs
 
+    make_checkpoint_io = AtomicCheckpointIO
+
     def make_launcher(self) -> Any:
         return self._processes.make_launcher()
-
-    def make_checkpoint_io(self) -> CheckpointIO:
-        return AtomicCheckpointIO()
 
     def set_world_ranks(self) -> None:
         self._processes.set_ranks()
@@ -224,19 +219,11 @@ class GNNPipeStrategy(LightningStrategy):
         super().setup_environment()
         self._processes.connect()
 
-    def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None and self.model is not None
-        self.accelerator.setup(trainer)
-        self.model = self.precision_plugin.convert_module(self.model)
-        self.model_to_device()
-        is_fitting = trainer.state.fn == TrainerFn.FITTING
-        self._host.attach(trainer, self._checkpoints.take_resumed(), is_fitting=is_fitting)
-        if is_fitting:
-            self.reset_optimizers()
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-        if is_fitting:
-            optimizers_to_device(self.optimizers, self.root_device)
+    # Lightning's `setup` calls the next three, in this order.
+
+    def model_to_device(self) -> None:
+        super().model_to_device()
+        self._host.attach(self.user_module.trainer, self._checkpoints.take_resumed())
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -252,7 +239,6 @@ class GNNPipeStrategy(LightningStrategy):
     # Training.
 
     def on_train_start(self) -> None:
-        super().on_train_start()
         self._host.take_over()
 
     def batch_to_device(
@@ -263,7 +249,6 @@ class GNNPipeStrategy(LightningStrategy):
         return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
         self._processes.signals.requeue()
         self.engine.abandon()
 
@@ -274,8 +259,7 @@ class GNNPipeStrategy(LightningStrategy):
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """Run the user's backward; gradients are averaged before `on_after_backward` is called."""
-        module, plugin = self.lightning_module, self.precision_plugin
-        assert module is not None
+        module, plugin = self.user_module, self.precision_plugin
         self.pre_backward(closure_loss)
         loss = plugin.pre_backward(closure_loss, module)
         self._host.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
@@ -285,23 +269,20 @@ class GNNPipeStrategy(LightningStrategy):
 
     def block_backward_sync(self) -> Any:
         """Accumulate gradients in each replica within the block, as under DDP's `no_sync`."""
-        return self._replicas.accumulating(self.engine)
+        return replace_attributes(self.engine.model, {"is_accumulating": True})
 
     # Validation, test, prediction.
 
     def on_validation_start(self) -> None:
-        super().on_validation_start()
         self._replicas.share_buffers(self.engine)
         self.engine.abandon()
         self.engine.set_step(is_validating=True)
         self._host.begin_stream()
 
     def on_test_start(self) -> None:
-        super().on_test_start()
         self._host.begin_stream()
 
     def on_predict_start(self) -> None:
-        super().on_predict_start()
         self.engine.set_step(is_uneven=self._replicas.are_several)
         self._host.begin_stream()
 
@@ -318,17 +299,14 @@ class GNNPipeStrategy(LightningStrategy):
             return super().predict_step(*args, **kwargs)
 
     def on_validation_end(self) -> None:
-        super().on_validation_end()
         self._host.end_stream()
         self.engine.set_step(is_validating=False)
         self.engine.note_validation()
 
     def on_test_end(self) -> None:
-        super().on_test_end()
         self._host.end_stream()
 
     def on_predict_end(self) -> None:
-        super().on_predict_end()
         self._host.end_stream()
 
     # Collectives.
@@ -343,15 +321,14 @@ class GNNPipeStrategy(LightningStrategy):
         return self._processes.vote(decision, needs_all=all)
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        return self._replicas.reduce(tensor, group, reduce_op)
+        reduce = partial(_compat.reduce_over, reduce_op=reduce_op)
+        return self._replicas.over(tensor, group, reduce)
 
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        gather = super().all_gather
-        return self._replicas.all_gather(
-            tensor, group, lambda here, over: gather(here, over, sync_grads)
-        )
+        gather = partial(super().all_gather, sync_grads=sync_grads)
+        return self._replicas.over(tensor, group, gather)
 
     # Checkpoints.
 
@@ -364,10 +341,8 @@ class GNNPipeStrategy(LightningStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any | None = None
     ) -> None:
-        write = super().save_checkpoint
-        self._checkpoints.save(
-            checkpoint, filepath, lambda path: write(checkpoint, path, storage_options)
-        )
+        write = partial(super().save_checkpoint, checkpoint, storage_options=storage_options)
+        self._checkpoints.save(checkpoint, filepath, write)
 
     def load_checkpoint(
         self, checkpoint_path: PathLike, weights_only: bool | None = None
@@ -388,7 +363,6 @@ class GNNPipeStrategy(LightningStrategy):
         """Save if all ranks stop together; publish the error otherwise."""
         if isinstance(exception, SIGTERMException) and self._processes.signals.stops_together:
             self._processes.signals.save()
-        super().on_exception(exception)
         self._processes.fail(exception)
 
     def teardown(self) -> None:

@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
-from types import CodeType, FrameType, ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -62,18 +62,15 @@ def _is_users_file(name: str) -> bool:
 
 def is_checkpointed() -> bool:
     """Whether an activation checkpoint is running, which disables gradients temporarily."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__") != checkpoint.__module__:
-        frame = frame.f_back
-    return frame is not None
+    frames = traceback.walk_stack(inspect.currentframe())
+    return any(frame.f_globals.get("__name__") == checkpoint.__module__ for frame, _ in frames)
 
 
 def line_here() -> str:
     """Return the innermost user line that is running; empty if there is none."""
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None and not is_users(frame.f_code):
-        frame = frame.f_back
-    return "" if frame is None else _line(frame.f_code.co_filename, frame.f_lineno)
+    frames = traceback.walk_stack(inspect.currentframe())
+    lines = (_line(f.f_code.co_filename, n) for f, n in frames if is_users(f.f_code))
+    return next(lines, "")
 
 
 def line_of(error: BaseException) -> str:

@@ -14,7 +14,8 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.differential.draw import draw_of
 from tests.differential.program import script_of
 from tests.differential.run import Finding
-from tests.differential.workers import Workers
+from tests.differential.workers import Task, run_tasks
 
 
 def main() -> int:
@@ -33,10 +34,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--limit_s", type=float, default=90.0, help="longest wait for a setting")
     arguments = parser.parse_args()
-    workers, start_s = Workers(arguments.jobs, arguments.limit_s), time.monotonic()
+    run = partial(run_tasks, num_processes=arguments.jobs, limit_s=arguments.limit_s)
+    start_s = time.monotonic()
     seeds = range(arguments.seed, arguments.seed + arguments.draws)
     findings: list[Finding] = []
-    for found in workers.run([(draw_of(seed), None) for seed in seeds]):
+    for found in run([(draw_of(seed), None) for seed in seeds]):
         findings += found
         for one in found:
             if one.is_failure:
@@ -46,7 +48,7 @@ def main() -> int:
                 )
     failures = distinct(one for one in findings if one.is_failure)
     for failure in failures:
-        show(failure, workers)
+        show(failure, run)
     print(f"{len(seeds)} draws in {(time.monotonic() - start_s) / 60:.1f} minutes.")
     print(summary(findings))
     return 1 if failures else 0
@@ -57,12 +59,12 @@ def distinct(failures: Iterable[Finding]) -> list[Finding]:
     return list({(one.kind, one.draw.names): one for one in failures}.values())
 
 
-def show(failure: Finding, workers: Workers) -> None:
+def show(failure: Finding, run: Callable[[list[Task]], Iterator[list[Finding]]]) -> None:
     """Print a failure, with the program; say if it takes what ran before in the process."""
-    [[alone]] = workers.run([(failure.draw, failure.setting)])
+    [[alone]] = run([(failure.draw, failure.setting)])
     print(f"\n{'=' * 80}\n{failure.kind}: {failure.setting.name}\n{failure.text[:2000]}")
     if not alone.is_failure:
-        print("Alone in a process it does not fail: something was left behind by another draw.")
+        print("Alone in a process it does not fail: another setting left something behind.")
     print(f"\n{script_of(failure.draw, failure.setting)}")
 
 

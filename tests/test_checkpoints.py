@@ -15,19 +15,20 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.trainer import call
 from packaging.version import Version
-from torch_geometric.data import Data
 
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.errors import CheckpointError
-from lightning_gnnpipe.models import GNN, NodeClassifier
 from lightning_gnnpipe.saving import sharded, sidecar
 from lightning_gnnpipe.saving.sharded import load_shards, read_sharded
-from lightning_gnnpipe.trainer import _compat, checkpoints
+from lightning_gnnpipe.trainer import checkpoints
 from lightning_gnnpipe.trainer.checkpoints import AtomicCheckpointIO
 from tests.helpers.cases import covering, slow
+from tests.helpers.observed import make_data, make_module
+from tests.helpers.record import StatsRecorder
+from tests.helpers.trainers import quiet_trainer, weights
 
 Logs = pytest.LogCaptureFixture
 Patches = pytest.MonkeyPatch
@@ -41,47 +42,21 @@ def folder(tmp_path: Path, monkeypatch: Patches) -> Iterator[Path]:
     assert not Path("exploded").exists()
 
 
-def data() -> FullGraphDataModule:
-    generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(40, 4, generator=generator), torch.randint(0, 3, (40,), generator=generator)
-    edges = torch.randint(0, 40, (2, 160), generator=generator)
-    return FullGraphDataModule(Data(x=x, edge_index=edges, y=y))
-
-
-def module() -> NodeClassifier:
-    L.seed_everything(1, verbose=False)
-    return NodeClassifier(GNN(4, 8, 3, num_layers=4, dropout=0.2), 3)
-
-
-class NotesKind(L.Callback):
-    """Whether each step was exact."""
-
-    def __init__(self) -> None:
-        self.was_exact: list[bool] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.was_exact.append(trainer.strategy.collect_stats().is_exact)
-
-
 def make_trainer(
     *callbacks: L.Callback,
     num_stages: int = 2,
     num_shards: int = 1,
     epochs: int = 3,
+    trainer_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu",
-        devices=num_stages * num_shards,
-        strategy=GNNPipeStrategy(
-            num_chunks=4, start_method="fork", graph_parallel=num_shards, **options
-        ),
+    return quiet_trainer(
+        num_stages * num_shards,
+        {"num_chunks": 4, "graph_parallel": num_shards, **options},
         max_epochs=epochs,
         callbacks=list(callbacks),
         enable_checkpointing=any(isinstance(one, ModelCheckpoint) for one in callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        logger=False,
+        **(trainer_options or {}),
     )
 
 
@@ -90,15 +65,15 @@ def fit(
 ) -> tuple[torch.Tensor, Path]:
     """Train; return the weights and the last checkpoint in the folder `name`."""
     folder = Path(name).resolve()
-    trained, saver = module(), ModelCheckpoint(folder, filename="{epoch}", save_last=True)
+    trained, saver = make_module(0.2), ModelCheckpoint(folder, filename="{epoch}", save_last=True)
     trainer = make_trainer(saver, *callbacks, **options)
-    trainer.fit(trained, datamodule=data(), ckpt_path=resume)
-    return torch.cat([p.detach().flatten() for p in trained.parameters()]), folder / "last.ckpt"
+    trainer.fit(trained, datamodule=make_data(), ckpt_path=resume)
+    return weights(trained), folder / "last.ckpt"
 
 
 def kinds_after(path: Path, **options: Any) -> list[bool]:
     """Go on from a checkpoint on one stage; return which steps were exact."""
-    kinds = NotesKind()
+    kinds = StatsRecorder()
     fit("again", kinds, **{"num_stages": 1, "epochs": 4, "resume": path, **options})
     return kinds.was_exact
 
@@ -130,20 +105,11 @@ def test_a_checkpoint_goes_on_on_another_device(to_host: bool, tmp_path: Path) -
     """From the CPU to the device of `scripts/check_gpu.sh`, and back; else both are the CPU."""
 
     def run(folder: Path, place: Any, epochs: int, resume: Path | None = None) -> Any:
-        L.seed_everything(1, verbose=False)
-        trainer = L.Trainer(
-            accelerator=place,
-            devices=1,
-            precision="64-true",
-            strategy=GNNPipeStrategy(num_chunks=4),
-            max_epochs=epochs,
-            callbacks=[ModelCheckpoint(folder, save_last=True)],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            logger=False,
-        )
-        # no dropout: a GPU draws other numbers than a CPU
-        net, source = NodeClassifier(GNN(4, 8, 3, num_layers=4, dropout=0.0), 3), data()
+        saver, options = ModelCheckpoint(folder, save_last=True), {"accelerator": place}
+        options["precision"] = "64-true"
+        trainer = make_trainer(saver, num_stages=1, epochs=epochs, trainer_options=options)
+        net, source = make_module(), make_data()
+        net.net.dropout.p = 0.0  # a GPU draws other numbers than a CPU
         source.data.x = source.data.x.double()
         trainer.fit(net, datamodule=source, ckpt_path=resume)
         return torch.load(folder / "last.ckpt", weights_only=True)["state_dict"]
@@ -189,41 +155,34 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     torch.save(checkpoint, path)
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {  # and what is said of a checkpoint then
-    "empty": (lambda path: path.write_bytes(b""), "Expected a checkpoint in"),
-    "truncated": (
-        lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-        "Expected a checkpoint in",
-    ),
-    "noise": (lambda path: path.write_bytes(bytes(range(256)) * 8), "Expected a checkpoint in"),
-    "code": (lambda path: path.write_bytes(pickle.dumps(EXPLODES)), "Expected a checkpoint in"),
-    "foreign": (
-        lambda path: torch.save({"weights": torch.ones(3)}, path),
-        "Expected a checkpoint of Lightning in",
-    ),
-    "format": (
-        lambda path: rewrite(path, lambda state: state["run"].update(version=0)),
-        "Expected the state of a pipeline",
-    ),
-    "id": (
-        lambda path: rewrite(path, lambda state: state.update(histories="../.gnnpipe/1")),
-        r"the id of histories in .* \(got '\.\./\.gnnpipe/",
-    ),
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "empty": lambda path: path.write_bytes(b""),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "noise": lambda path: path.write_bytes(bytes(range(256)) * 8),
+    "code": lambda path: path.write_bytes(pickle.dumps(EXPLODES)),
+    "foreign": lambda path: torch.save({"weights": torch.ones(3)}, path),
+    "format": lambda path: rewrite(path, lambda state: state["run"].update(version=0)),
+    "id": lambda path: rewrite(path, lambda state: state.update(histories="../.gnnpipe/1")),
+}
+TEXTS = {  # what is said of a checkpoint, if not "a checkpoint in"
+    "foreign": "a checkpoint of Lightning in",
+    "format": "the state of a pipeline",
+    "id": r"the id of histories in .* \(got '\.\./\.gnnpipe/",
 }
 
 
 @pytest.mark.parametrize(("how", "num_stages"), covering(DAMAGE, [1, 2]))
 def test_a_damaged_checkpoint_ends_all_ranks(saved: Path, how: str, num_stages: int) -> None:
-    damage, text = DAMAGE[how]
-    damage(saved)
-    with pytest.raises(Exception if num_stages > 1 else CheckpointError, match=text):
+    DAMAGE[how](saved)
+    text, kind = TEXTS.get(how, "a checkpoint in"), Exception if num_stages > 1 else CheckpointError
+    with pytest.raises(kind, match=f"Expected {text}"):
         fit("again", num_stages=num_stages, resume=saved)
 
 
 @pytest.mark.parametrize("how", ["truncated", "code"])
 def test_damaged_histories_end_all_ranks_with_a_reason(saved: Path, how: str) -> None:
     ident = torch.load(saved, weights_only=True)["gnnpipe"]["histories"]
-    DAMAGE[how][0](saved.parent / ".gnnpipe" / ident / "stage_1.pt")
+    DAMAGE[how](saved.parent / ".gnnpipe" / ident / "stage_1.pt")
     with pytest.raises(Exception, match="Expected the histories of stage 1 of 2"):
         fit("again", resume=saved)
 
@@ -268,7 +227,7 @@ def test_a_sharded_checkpoint_goes_on_like_a_stock_one(first: int, second: int) 
 )
 def test_a_damaged_sharded_checkpoint_is_refused(file: str, how: str) -> None:
     _, path = fit("sharded", num_stages=1, save_distributed_checkpoint=True)
-    DAMAGE[how][0](path / file)
+    DAMAGE[how](path / file)
     with pytest.raises(CheckpointError, match="Expected"):
         fit("again", num_stages=1, resume=path)
 
@@ -285,21 +244,6 @@ def test_metadata_of_shards_runs_no_code(content: Pickled, tmp_path: Path) -> No
         load_shards(tmp_path)
 
 
-class Saves(L.Callback):
-    """Saves before the first step; or after the second epoch, each rank to a folder of its own."""
-
-    def __init__(self, path: Path, by_rank: bool = False) -> None:
-        self.path, self.by_rank = path, by_rank
-
-    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        if not self.by_rank:
-            trainer.save_checkpoint(self.path)
-
-    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if self.by_rank and trainer.current_epoch == 1:
-            trainer.save_checkpoint(self.path / f"of_{trainer.global_rank}" / "one.ckpt")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [1, slow(2)])
 def test_a_run_that_saves_before_its_first_step_keeps_histories(
@@ -307,14 +251,19 @@ def test_a_run_that_saves_before_its_first_step_keeps_histories(
 ) -> None:
     early = saved.parents[1] / "early.ckpt"
     whole, _ = fit("a", num_stages=num_stages, epochs=5, resume=saved)
-    fit("b", Saves(early), num_stages=num_stages, epochs=4, resume=saved)
+    saves = LambdaCallback(on_train_start=lambda trainer, _: trainer.save_checkpoint(early))
+    fit("b", saves, num_stages=num_stages, epochs=4, resume=saved)
     again, _ = fit("c", num_stages=num_stages, epochs=5, resume=early)
     assert torch.equal(again, whole)
 
 
 @pytest.mark.parametrize("is_sharded", [slow(False), True])
 def test_all_ranks_write_where_the_first_one_says(is_sharded: bool, tmp_path: Path) -> None:
-    saves = Saves(tmp_path, by_rank=True)
+    def save(trainer: L.Trainer, _: Any) -> None:
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(tmp_path / f"of_{trainer.global_rank}" / "one.ckpt")
+
+    saves = LambdaCallback(on_train_epoch_end=save)
     fit("a", saves, save_distributed_checkpoint=is_sharded)
     assert not (tmp_path / "of_1").exists()
     assert kinds_after(tmp_path / "of_0" / "one.ckpt", epochs=3) == [False]
@@ -324,10 +273,10 @@ def test_all_ranks_write_where_the_first_one_says(is_sharded: bool, tmp_path: Pa
 def test_a_run_saved_when_over_goes_on_exactly(
     validates: bool, tmp_path: Path, caplog: Logs
 ) -> None:
-    path, trained, trainer = tmp_path / "over.ckpt", module(), make_trainer(num_stages=1)
-    trainer.fit(trained, datamodule=data())
+    path, trained, trainer = tmp_path / "over.ckpt", make_module(), make_trainer(num_stages=1)
+    trainer.fit(trained, datamodule=make_data())
     if validates:
-        trainer.validate(trained, datamodule=data(), verbose=False)
+        trainer.validate(trained, datamodule=make_data(), verbose=False)
     trainer.save_checkpoint(path)
     state = torch.load(path, weights_only=True)["gnnpipe"]
     assert state["run"]["num_training_passes"] == 3 and state["histories"] is None
@@ -359,11 +308,6 @@ def test_histories_that_one_rank_does_not_see_are_not_taken(
     fit("again", epochs=4, resume=saved, timeout=timedelta(seconds=20))
 
 
-class ExpectsExact(L.Callback):
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        assert trainer.strategy.collect_stats().is_exact
-
-
 def test_hosts_without_a_common_disk_go_on_exactly(tmp_path: Path, monkeypatch: Patches) -> None:
     """Rank 1 writes to a disk of its own."""
     original, disk = checkpoints._local_path, tmp_path / "disk"
@@ -379,7 +323,11 @@ def test_hosts_without_a_common_disk_go_on_exactly(tmp_path: Path, monkeypatch: 
         found = list(folder.glob(".gnnpipe/*"))
         assert found and not [one for one in found if one.suffix == ".part"]
         assert all((one / f"stage_{stage}.pt").is_file() for one in found)
-    fit("again", ExpectsExact(), epochs=4, resume=path)
+
+    def expect_exact(trainer: L.Trainer, *_: Any) -> None:
+        assert trainer.strategy.collect_stats().is_exact
+
+    fit("again", LambdaCallback(on_train_batch_end=expect_exact), epochs=4, resume=path)
 
 
 def write(path: Path, *idents: str, is_finished: bool = True) -> None:
@@ -423,17 +371,16 @@ def test_a_checkpoint_that_is_written_later_leaves_the_last_histories(tmp_path: 
     assert [one for one in "abc" if sidecar.histories_folder(path, one).is_dir()] == ["b", "c"]
 
 
-class StopsAfter(L.Callback):
-    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+@pytest.mark.parametrize("options", [{"save_weights_only": True}, {"save_top_k": -1}])
+def test_sigterm_leaves_a_checkpoint_to_go_on_from(options: dict[str, Any], tmp_path: Path) -> None:
+    def stop(trainer: L.Trainer, _: Any) -> None:
         if trainer.current_epoch == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-
-@pytest.mark.parametrize("options", [{"save_weights_only": True}, {"save_top_k": -1}])
-def test_sigterm_leaves_a_checkpoint_to_go_on_from(options: dict[str, Any], tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, save_on_train_epoch_end=True, **options)
+    trainer = make_trainer(saver, LambdaCallback(on_train_epoch_end=stop), num_stages=1, epochs=9)
     with pytest.raises(SystemExit):
-        make_trainer(saver, StopsAfter(), num_stages=1, epochs=9).fit(module(), datamodule=data())
+        trainer.fit(make_module(), datamodule=make_data())
     assert "optimizer_states" in torch.load(tmp_path / "last-sigterm.ckpt", weights_only=True)
 
 
@@ -450,7 +397,7 @@ def test_a_sharded_checkpoint_takes_the_place_of_a_link(tmp_path: Path) -> None:
     path.symlink_to(first)
     sharded.part_of(path).mkdir()
     (sharded.part_of(path) / "new").touch()
-    sharded.put_in_place(path)
+    sharded.finish(path, {})
     assert (path / "new").exists() and not path.is_symlink() and first.is_dir()
     assert not sharded.part_of(path).is_symlink()
 
@@ -461,7 +408,7 @@ class Fails(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.current_epoch == 3 and trainer.global_rank == 0:
             error = KeyError("the user's mistake")
-            _compat.interrupt(trainer, error)
+            call._interrupt(trainer, error)
             raise error
 
 

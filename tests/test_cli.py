@@ -114,9 +114,12 @@ def test_digits_are_trained_and_planned_from_one_file(gnnpipe: Commands) -> None
     assert saved.read_text() == first
 
 
-def test_a_script_is_checked_before_all_else(gnnpipe: Commands) -> None:
-    """It needs no extra; see reach/test_check.py for what is printed."""
+def test_a_missing_package_names_the_extra_and_check_needs_none(gnnpipe: Commands) -> None:
+    """See reach/test_check.py for what `check` prints."""
     gnnpipe.monkeypatch.setattr(cli, "REQUIREMENTS", ("no-such-package-at-all",))
+    status, _, printed = gnnpipe("fit", "--config=own_net.yaml")
+    assert status == 1 and "'no-such-package-at-all' to be installed" in printed
+    assert 'pip install "lightning-gnnpipe[cli]"' in printed
     (gnnpipe.folder / "train.py").write_text("import own_net\n")
     status, _, error = gnnpipe("check", "--num_devices=2", "train.py")
     assert status == 1 and "a script that calls Trainer.fit (got its end)" in error
@@ -170,12 +173,9 @@ def test_every_argument_is_typed_and_documented(kind: type[Any]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["plan", "--trainer.devices=9"], "9 stages and 8 layers"),
         (["plan", "--trainer.strategy=ddp"], "'trainer.strategy' to be GNNPipeStrategy"),
         (["plan", "--data=null"], "'data' to name a LightningDataModule"),
         (["plan", "--link_gbit=0"], "'link_gbit_per_s' to be positive"),
-        (["plan", "--num_devices=0"], "'num_devices' to be at least 1"),
-        (["plan", "--trainer.strategy.num_stages=3"], "'num_stages' to be 2 for 2 processes"),
         (["fit", "--trainer.strategy.num_chunks=0"], "'num_chunks' to be between 1"),
         (["fit", "--data.split=3"], "'split' to be between 0 and 0"),
         (["fit", "--trainer.devices=0"], "Trainer"),
@@ -220,10 +220,3 @@ def test_a_failing_fit_of_two_processes_ends_with_its_error(gnnpipe: Commands) -
     )
     assert done.returncode == 1
     assert done.text.count("gnnpipe: Expected") == 1 and "Traceback" not in done.text
-
-
-def test_a_missing_package_names_the_extra(gnnpipe: Commands) -> None:
-    gnnpipe.monkeypatch.setattr(cli, "REQUIREMENTS", ("no-such-package-at-all",))
-    status, _, printed = gnnpipe("fit", "--config=own_net.yaml")
-    assert status == 1 and "'no-such-package-at-all' to be installed" in printed
-    assert 'pip install "lightning-gnnpipe[cli]"' in printed

@@ -12,28 +12,14 @@ import torch_geometric.nn as gnn
 
 import lightning_gnnpipe
 from lightning_gnnpipe import BoundedStaleness, EmbeddingRefresh, GNNPipeStrategy, StalenessWarmup
-from lightning_gnnpipe.errors import REMOVED_CLASSES, REMOVED_VALUES, ConfigError, advice_on
+from lightning_gnnpipe.errors import REMOVED_CLASSES, REMOVED_VALUES, ConfigError
 from lightning_gnnpipe.models import NodeClassifier
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.staleness import METHODS, StalenessMethod
 from lightning_gnnpipe.types import CodecName, OrderName, StalenessName
-from tests.helpers.observed import (
-    NUM_CLASSES,
-    NUM_FEATURES,
-    make_data,
-    make_module,
-    make_trainer,
-)
+from tests.helpers.observed import NUM_CLASSES, NUM_FEATURES, fit
 
 Options = dict[str, Any]
-
-
-def fit(
-    strategy: Options, *callbacks: L.Callback, devices: int = 1, num_chunks: int = 4, **options: Any
-) -> None:
-    module = options.pop("module", None) or make_module()
-    options = {"max_epochs": 1, "strategy": strategy, **options}
-    make_trainer(devices, num_chunks, *callbacks, **options).fit(module, make_data())
 
 
 def test_defaults_are_those_of_the_strategy() -> None:
@@ -61,6 +47,7 @@ def test_defaults_are_those_of_the_strategy() -> None:
         ({"staleness": "lookahead"}, "got 'lookahead'.*its default, 'drift', takes its place"),
         ({"chunk_order": "mirrored"}, "got 'mirrored'.*Write 'shuffled'"),
         ({"halo_codec": ("fp16", "drive")}, "Write 'bf16', .* Write 'int1'"),
+        ({"halo_codec": ("int4", "int2")}, r"\)\. Write 'int8' [^W]*$"),  # said once
         ({"cut_codec": "int4"}, "one of fp32, bf16, int8, int1, .*got 'int4'.*Write 'int8'"),
         ({"graph_parallel": "auto"}, "got 'auto'.*run `gnnpipe plan --num_devices N`"),
         ({"graph_parallel": 0}, "'graph_parallel' to be at least 1"),
@@ -100,7 +87,7 @@ def test_a_fixed_order_with_a_factor_on_gradients_is_told(
     staleness: StalenessName, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = NodeClassifier(gnn.models.GAT(NUM_FEATURES, 4, 2, NUM_CLASSES), NUM_CLASSES)
-    fit({"chunk_order": "fixed", "staleness": staleness}, module=module)
+    fit(1, module=module, strategy={"chunk_order": "fixed", "staleness": staleness})
     assert ("chunk_order='fixed' with a factor of 2 on gradients" in caplog.text) == is_told
 
 
@@ -146,7 +133,7 @@ def test_what_is_so_anyway_or_idle_on_these_devices_only_is_taken(options: Optio
 
 def test_what_is_idle_with_one_chunk_is_named(caplog: pytest.LogCaptureFixture) -> None:
     options = {"partition": "random", "staleness": "constant", "chunk_order": "shuffled"}
-    fit(options, num_chunks=1)
+    fit(1, num_chunks=1, strategy=options)
     assert sum("no effect: partition, staleness." in one for one in caplog.messages) == 1
 
 
@@ -160,19 +147,19 @@ def test_what_is_idle_with_one_chunk_is_named(caplog: pytest.LogCaptureFixture) 
 )
 def test_an_idle_callback_is_refused(callback: L.Callback, options: Options, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        fit(options, callback)
+        fit(1, callback, strategy=options)
 
 
 def test_statistics_over_replicas_that_nobody_makes_are_refused() -> None:
     options: Options = {"data_parallel": 2}
     with pytest.raises(Exception, match="Expected sync_batchnorm=False with data_parallel"):
-        fit(options, devices=2, sync_batchnorm=True)
+        fit(2, strategy=options, sync_batchnorm=True)
     with pytest.raises(Exception, match="Expected batches of graphs for data_parallel"):
-        fit(options, devices=2)  # it comes further
+        fit(2, strategy=options)  # it comes further
 
 
 def test_a_warm_up_where_every_step_is_exact_is_taken() -> None:
-    fit({}, StalenessWarmup(2), num_chunks=1)
+    fit(1, StalenessWarmup(2), num_chunks=1)
 
 
 def test_processes_are_dealt_out_to_replicas_first() -> None:
@@ -206,9 +193,3 @@ def test_values_that_are_gone_are_not_taken() -> None:
     taken = {*get_args(CodecName), *get_args(OrderName), *get_args(StalenessName)}
     assert set(get_args(StalenessName)) == set(METHODS)
     assert not taken & REMOVED_VALUES.keys()
-
-
-def test_a_pair_has_the_advice_on_both() -> None:
-    assert advice_on(("fp16", "drive")) == f"{REMOVED_VALUES['fp16']} {REMOVED_VALUES['drive']}"
-    assert advice_on(("int4", "int2")) == REMOVED_VALUES["int4"]  # said once
-    assert advice_on(("int1", "bf16")) is None and advice_on(None) is None

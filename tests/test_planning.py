@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lightning_gnnpipe.planning import PipelinePlan
 from lightning_gnnpipe.types import CrossChunkEdges, RepeatOption
 from tests.helpers.cases import slow
 from tests.helpers.observed import make_trainer
+from tests.helpers.record import StatsRecorder
 from tests.test_bad_input import SharedNorm
 from tests.test_user_errors import Module, graph
 
@@ -75,20 +77,14 @@ def plan_of(module: Any = None, data: Any = None, **options: Any) -> PipelinePla
 def test_counts_are_those_of_a_run(
     num_stages: int, num_shards: int, repeat: RepeatOption, edges: CrossChunkEdges, tmp_path: Path
 ) -> None:
-    class Stats(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            counts = trainer.strategy.collect_stats().bytes_by_kind
-            if trainer.global_rank == 0:
-                total = sum(counts[kind] for kind in counts.keys() - {"control"})
-                (tmp_path / "bytes.txt").write_text(str(total))
-
-    module, data = make_module(), make_data()
+    module, data, stats = make_module(), make_data(), StatsRecorder(tmp_path)
     L.seed_everything(0, verbose=False)  # the plan splits chunks with the seed 0
     options = {"graph_parallel": num_shards, "repeat_encoder": repeat, "cross_chunk_edges": edges}
-    trainer = make_trainer(num_stages * num_shards, 4, Stats(), max_epochs=2, strategy=options)
+    trainer = make_trainer(num_stages * num_shards, 4, stats, max_epochs=2, strategy=options)
     plan = trainer.strategy.plan(module, data, num_stages=num_stages)
     trainer.fit(module, FullGraphDataModule(data))
-    assert int((tmp_path / "bytes.txt").read_text()) == plan.step_bytes
+    counts = torch.load(tmp_path / "bytes.pt")[-1]
+    assert sum(counts.values()) - counts["control"] == plan.step_bytes
     assert plan.layout == (num_stages, num_shards)
     assert plan.layer_names == tuple(f"convs.{i}" for i in range(6))
     assert sum(plan.chunk_rows) == NUM_NODES and len(plan.chunk_rows) == 4
@@ -124,20 +120,12 @@ def test_times_add_up() -> None:
 
 def saved_bytes(module: nn.Module, *args: Tensor) -> int:
     """Return the floating-point bytes that a plain forward saves, weights and arguments aside."""
-    known = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *args)}
-    saved: dict[int, int] = {}
-    kept = []  # so that no storage is freed and its address used again
-
-    def pack(tensor: Tensor) -> Tensor:
-        place = tensor.untyped_storage().data_ptr()
-        if place not in known and tensor.is_floating_point():
-            saved[place] = tensor.nbytes
-            kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    saved: list[Tensor] = []  # kept, so that no storage is freed and its address used again
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: None):
         module(*args)
-    return sum(saved.values())
+    sizes = {t.untyped_storage().data_ptr(): t.nbytes for t in saved if t.is_floating_point()}
+    known = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *args)}
+    return sum(size for place, size in sizes.items() if place not in known)
 
 
 def test_a_plain_trainers_step_is_forecast_from_a_part_of_the_graph() -> None:
@@ -154,19 +142,15 @@ def test_a_plain_trainers_step_is_forecast_from_a_part_of_the_graph() -> None:
 
 
 def test_a_module_of_the_whole_graph_is_planned_without_plain_trainer(caplog: Logs) -> None:
-    class Embedded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shift = nn.Parameter(torch.zeros(9000, 1))
-            self.net = GCNII(NUM_FEATURES, WIDTH, NUM_CLASSES, num_layers=2)
-
+    class Embedded(GCNII):
         def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            out: Tensor = self.net(x + self.shift, edge_index)
-            return out
+            return super().forward(x + self.shift, edge_index)
 
+    net = Embedded(NUM_FEATURES, WIDTH, NUM_CLASSES, num_layers=2)
+    net.shift = nn.Parameter(torch.zeros(9000, 1))
     data = masked(torch.randint(9000, (2, 20000)), 9000)
     options: dict[str, Any] = {"num_chunks": 1, "pipelined_module": "net", "num_stages": 1}
-    plan = plan_of(make_module(Embedded()), data, **options)
+    plan = plan_of(make_module(net), data, **options)
     assert plan.plain_s is None and plan.plain_bytes is None
     assert "The module does not run on a part of the graph" in caplog.text
 
@@ -230,11 +214,7 @@ def test_more_devices_than_layers_and_nodes_are_refused() -> None:
 
 @pytest.mark.slow
 def test_a_limit_of_memory_counts() -> None:
-    module = make_module()
-
-    def plan(**options: Any) -> PipelinePlan:
-        return plan_of(module, balance="uniform", **options)
-
+    plan = partial(plan_of, make_module(), balance="uniform")
     free = plan(num_devices=4).layouts
     least, *_, most = sorted(free, key=lambda one: one.memory_bytes)
     assert least.memory_bytes < most.memory_bytes and all(one.fits for one in free)
@@ -252,11 +232,10 @@ def test_a_limit_of_memory_counts() -> None:
 
 @pytest.mark.slow
 def test_fewer_bits_are_fewer_bytes_in_the_plan_as_well() -> None:
-    module, shards = make_module(), {"graph_parallel": 2}
+    shards, plan = {"graph_parallel": 2}, partial(plan_of, make_module(), balance="uniform")
 
     def steps(**options: Any) -> list[int]:
-        layouts = plan_of(module, balance="uniform", num_devices=4, **options).layouts
-        return [one.step_bytes for one in layouts]
+        return [one.step_bytes for one in plan(num_devices=4, **options).layouts]
 
     plain, halo, cut = steps(), steps(halo_codec="bf16", **shards), steps(cut_codec="bf16")
     assert halo[0] < plain[0] and halo[2] == plain[2]
@@ -302,34 +281,24 @@ def test_planning_leaves_the_batch_and_the_layers_caches_alone() -> None:
             batch.seen = batch.get("seen", 0) + 1
             return loss
 
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = gnn.GCNConv(NUM_FEATURES, WIDTH, cached=True)
-            self.second = gnn.GCNConv(WIDTH, NUM_CLASSES, cached=True)
-
+    class Checkpointed(gnn.GCN):
         def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            x = checkpoint(self.first, x, edge_index, use_reentrant=False).relu()
-            return self.second(x, edge_index)
+            x = checkpoint(self.convs[0], x, edge_index, use_reentrant=False).relu()
+            return self.convs[1](x, edge_index)
 
-    data, net = make_data(), Checkpointed()
+    data, net = make_data(), Checkpointed(NUM_FEATURES, WIDTH, 2, NUM_CLASSES, cached=True)
     plan_of(make_module(net, Counts), data)
     assert "seen" not in data
-    assert net.first._cached_edge_index is None and net.second._cached_edge_index is None
+    assert all(conv._cached_edge_index is None for conv in net.convs)
 
 
 def test_planning_checks_what_training_would() -> None:
-    class Mixes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = gnn.GCNConv(NUM_FEATURES, NUM_CLASSES)
-            self.last = gnn.GCNConv(NUM_CLASSES, NUM_CLASSES)
-
+    class Mixes(gnn.GCN):
         def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            x = self.conv(x, edge_index)
-            return self.last(x - x.max(dim=0).values, edge_index)
+            x = self.convs[0](x, edge_index)
+            return self.convs[1](x - x.max(dim=0).values, edge_index)
 
-    module = make_module(Mixes())
+    module = make_module(Mixes(NUM_FEATURES, WIDTH, 2, NUM_CLASSES))
     with pytest.raises(UnsupportedError, match="the same values"):
         plan_of(module, num_stages=1)
     plan_of(module, self_check=False, num_stages=1)
@@ -340,10 +309,8 @@ def test_edge_features_that_cross_a_cut_are_counted_by_edge() -> None:
     class Edges(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.encoder = nn.Linear(2, NUM_FEATURES)
-            self.convs = nn.ModuleList(
-                gnn.GINEConv(nn.Linear(NUM_FEATURES, NUM_FEATURES)) for _ in range(4)
-            )
+            self.encoder, width = nn.Linear(2, NUM_FEATURES), NUM_FEATURES
+            self.convs = nn.ModuleList(gnn.GINEConv(nn.Linear(width, width)) for _ in range(4))
 
         def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
             edge_attr = self.encoder(edge_attr)
@@ -395,9 +362,8 @@ def test_a_data_module_serves_as_well() -> None:
 
 def test_a_training_step_that_needs_a_trainer_is_refused() -> None:
     class Impatient(NodeClassifier):
-        def training_step(self, batch: Data, batch_idx: int) -> Tensor:
-            self.current = self.trainer.current_epoch
-            return super().training_step(batch, batch_idx)
+        def training_step(self, batch: Data, batch_idx: int) -> Any:
+            return self.trainer.current_epoch
 
     with pytest.raises(ConfigError, match="reach the pipelined module without a Trainer"):
         plan_of(make_module(kind=Impatient))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 from torch_geometric import nn as gnn
 from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader
@@ -97,17 +97,11 @@ class GraphData(L.LightningDataModule):
         return DataLoader(self.graphs[:11], batch_size=2)  # one graph is validated on twice
 
 
-class Noisy(Dataset):
+class Noisy(list[Data]):
     """Adds noise to the features whenever a graph is read."""
 
-    def __init__(self, graphs: list[Data]) -> None:
-        self.graphs = graphs
-
-    def __len__(self) -> int:
-        return len(self.graphs)
-
-    def __getitem__(self, index: int) -> Data:
-        graph = copy.copy(self.graphs[index])
+    def __getitem__(self, index: Any) -> Any:
+        graph = copy.copy(super().__getitem__(index))
         graph.x = graph.x + torch.randn_like(graph.x)
         return graph
 
@@ -154,27 +148,25 @@ def test_one_stage_is_lightnings_ddp(accumulated: int, num_workers: int, tmp_pat
     torch.testing.assert_close(states[1], states[0], rtol=1e-10, atol=1e-10)
 
 
-class Uneven(IterableDataset):
-    """Graphs of this process alone: more of them on the second replica."""
-
-    def __init__(self, num_batches: tuple[int, int]) -> None:
-        self.graphs, self.num_batches = draw_batch(SIZES).to_data_list(), num_batches
+class Stream(IterableDataset):
+    def __init__(self, graphs: list[Data]) -> None:
+        self.graphs = graphs
 
     def __iter__(self) -> Iterator[Data]:
-        return iter(self.graphs[: 2 * self.num_batches[self.replica()]])
+        return iter(self.graphs)
 
 
-class UnevenModule(GraphModule):
+class Uneven(GraphModule):
     """Shards its data set itself, as an `IterableDataset` has to be."""
 
     def __init__(self, num_batches: tuple[int, int]) -> None:
         super().__init__()
-        self.data = Uneven(num_batches)
+        self.num_batches = num_batches
 
     def train_dataloader(self) -> DataLoader:
-        strategy = self.trainer.strategy
-        self.data.replica = lambda: strategy.distributed_sampler_kwargs["rank"]
-        return DataLoader(self.data, batch_size=2)
+        replica = self.trainer.strategy.distributed_sampler_kwargs["rank"]
+        graphs = draw_batch(SIZES).to_data_list()[: 2 * self.num_batches[replica]]
+        return DataLoader(Stream(graphs), batch_size=2)
 
     val_dataloader = train_dataloader
 
@@ -191,7 +183,7 @@ def make_trainer(num_ranks: int, **options: Any) -> L.Trainer:
 def test_replicas_that_run_out_of_batches_end_all(num_batches: tuple[int, int]) -> None:
     error = pytest.raises(Exception, match="Expected the same number of batches on all ranks")
     with nullcontext() if num_batches == (3, 3) else error:
-        make_trainer(4, timeout=timedelta(seconds=20)).fit(UnevenModule(num_batches))
+        make_trainer(4, timeout=timedelta(seconds=20)).fit(Uneven(num_batches))
 
 
 @pytest.mark.parametrize(
@@ -204,13 +196,19 @@ def test_replicas_that_run_out_of_batches_end_all(num_batches: tuple[int, int]) 
     ],
 )
 def test_uneven_loaders_are_refused(lengths: tuple[int | None, int | None], found: str) -> None:
-    """Two threads stand for ranks; the second loader has another batch behind its second."""
+    """The second of two ranks has another batch behind its second."""
+    known = [-1 if one is None else one for one in lengths]
+    for rank in range(2):
+        sent = iter([known, *([turn < 2, turn < 3] for turn in range(3))])
 
-    def read(rank: int, gather: Any) -> None:
-        list(SameLengthLoader(Sized(2 + rank, lengths[rank]), gather))
+        def gather(own: Sequence[int], rank: int = rank, sent: Any = sent) -> list[list[int]]:
+            numbers = next(sent)
+            assert own == [numbers[rank]]
+            return [[one] for one in numbers]
 
-    for text in in_threads(read):
-        assert text.startswith(f"Expected the same number of batches on all ranks (got {found}")
+        text = f"Expected the same number of batches on all ranks (got {found}"
+        with pytest.raises(ConfigError, match=f"^{re.escape(text)}"):
+            list(SameLengthLoader(Sized(2 + rank, lengths[rank]), gather))
 
 
 class Sized:
@@ -226,31 +224,6 @@ class Sized:
         if self.length is None:
             raise TypeError
         return self.length
-
-
-def in_threads(work: Callable[[int, Any], object]) -> list[str]:
-    """Run `work` on two ranks, each a thread; return the texts of their ConfigErrors."""
-    barrier, sent, texts = threading.Barrier(2, timeout=10), [[0], [0]], ["", ""]
-
-    def run(rank: int) -> None:
-        def gather(numbers: Sequence[int]) -> list[list[int]]:
-            sent[rank] = list(numbers)
-            barrier.wait()
-            found = [list(one) for one in sent]
-            barrier.wait()
-            return found
-
-        try:
-            work(rank, gather)
-        except ConfigError as error:
-            texts[rank] = str(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return texts
 
 
 def test_one_graph_is_refused() -> None:

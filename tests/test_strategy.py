@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,16 @@ import lightning as L
 import pytest
 import torch
 import torch_geometric.nn as gnn
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
-from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader as PyGDataLoader
 
 from lightning_gnnpipe import GNNPipeStrategy
 from tests.helpers.cases import covering, slow
 from tests.helpers.realistic import Realistic, TiedNet, realistic_graph
-from tests.helpers.trainers import assert_same, datamodule, make_module, make_trainer, weights
+from tests.helpers.trainers import assert_same, datamodule, make_module, make_trainer
 
 pytestmark = pytest.mark.usefixtures("double")
 Make = Callable[[], L.LightningModule]
@@ -46,11 +46,16 @@ def metrics_of(trainer: L.Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def assert_as_plain(num_stages: int, make: Make = make_module, **options: Any) -> None:
-    """Compare the weights and what was logged."""
-    (plain, expected), (ours, found) = (fit(n, make, **options) for n in (0, num_stages))
+def assert_as_plain(
+    num_stages: int, make: Make, *callbacks: L.Callback, **options: Any
+) -> dict[str, float]:
+    """Compare the weights and what was logged, and return that."""
+    (plain, expected), (ours, found) = (
+        fit(number, make, *callbacks, **options) for number in (0, num_stages)
+    )
     assert_same(ours, plain)
     assert metrics_of(found) == pytest.approx(metrics_of(expected), abs=1e-6)
+    return metrics_of(expected)
 
 
 FITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -68,6 +73,14 @@ def test_fit_equals_plain_lightning(num_stages: int, name: str) -> None:
     assert_as_plain(num_stages, lambda: Realistic(**module_args), epochs=5, **trainer_args)
 
 
+def stepping(scale: float = 1.0) -> Realistic:
+    module = Realistic(scheduler="step")
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(scale)
+    return module
+
+
 def saver(folder: Path) -> ModelCheckpoint:
     return ModelCheckpoint(folder, save_last=True, monitor="val_loss")
 
@@ -75,13 +88,6 @@ def saver(folder: Path) -> ModelCheckpoint:
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("first", "second"), [(2, 1), slow(1, 2), slow(2, 3), (2, 0), (0, 2)])
 def test_p6_a_checkpoint_goes_on_under_any_stages(first: int, second: int, tmp_path: Path) -> None:
-    def stepping(scale: float = 1.0) -> Realistic:
-        module = Realistic(scheduler="step")
-        with torch.no_grad():
-            for p in module.parameters():
-                p.mul_(scale)
-        return module
-
     plain, _ = fit(0, stepping, epochs=6)
     fit(first, stepping, saver(tmp_path))
     path = tmp_path / "last.ckpt"
@@ -176,26 +182,28 @@ def test_p6_a_checkpoint_is_a_stock_one(tmp_path: Path) -> None:
 
 
 def test_callbacks_and_loggers_agree_with_plain_lightning(tmp_path: Path) -> None:
-    def results(num_stages: int) -> tuple[int, str, list[str], int]:
+    def results(num_stages: int) -> tuple[list[dict[str, Any]], str, int]:
         folder = tmp_path / str(num_stages)
         stop = EarlyStopping("val_loss", patience=1, min_delta=0.05)
         best = ModelCheckpoint(folder, monitor="val_loss", filename="{epoch}-{val_loss:.6f}")
         loggers = [CSVLogger(folder, name="csv"), TensorBoardLogger(folder, name="tb")]
-        fit(num_stages, make_module, stop, best, epochs=20, logger=loggers, log_every_n_steps=1)
-        lines = (folder / "csv/version_0/metrics.csv").read_text().splitlines()
-        events = len(list((folder / "tb").rglob("events*")))
-        return len(lines), Path(best.best_model_path).name, sorted(lines[0].split(",")), events
+        callbacks, options = (stop, best, LearningRateMonitor()), {"log_every_n_steps": 1}
+        fit(num_stages, stepping, *callbacks, epochs=20, logger=loggers, **options)
+        with (folder / "csv/version_0/metrics.csv").open() as file:
+            rows = [{k: v and float(v) for k, v in row.items()} for row in csv.DictReader(file)]
+        return rows, Path(best.best_model_path).name, len(list((folder / "tb").rglob("events*")))
 
-    assert results(2) == results(0)
+    (found, *others), (expected, *plain_others) = results(2), results(0)
+    assert "lr-Adam/pg2" in expected[0] and others == plain_others
+    for ours, plain in zip(found, expected, strict=True):
+        assert ours == pytest.approx(plain, abs=1e-6)
 
 
-@pytest.mark.parametrize("loop", ["test", "validate"])
-def test_test_and_validate_run_on_two_stages(loop: str) -> None:
-    def run(num_stages: int) -> Any:
-        run_loop = getattr(make_trainer(num_stages, 1), loop)
-        return run_loop(make_module(), datamodule=datamodule(), verbose=False)
-
-    [expected], [found] = run(0), run(2)
+def test_a_test_alone_runs_on_two_stages() -> None:
+    [expected], [found] = (
+        make_trainer(number, 1).test(make_module(), datamodule=datamodule(), verbose=False)
+        for number in (0, 2)
+    )
     assert found == pytest.approx(expected, abs=1e-6)
 
 
@@ -203,21 +211,11 @@ def first(items: list[Any]) -> Any:
     return items[0]
 
 
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_ordinary_loaders_work(num_stages: int) -> None:
-    data = [realistic_graph()]
-    plain, _ = fit(0)
-    for loaders in ([DataLoader(data, collate_fn=first)], [PyGDataLoader(data)] * 2):
-        assert_same(fit(num_stages, data=loaders)[0], plain)
-
-
-def test_a_fit_without_a_seed_agrees_on_all_ranks() -> None:
-    torch.manual_seed(7)
-    module = Realistic()
-    trainer = make_trainer(2, 2, num_sanity_val_steps=0)
-    trainer.fit(module, datamodule=datamodule())
-    assert torch.isfinite(weights(module)).all()
+@pytest.mark.parametrize("num_stages", [1, slow(2)])
+def test_a_loader_of_pyg_works(num_stages: int) -> None:
+    """Of batches that are one graph."""
+    loaders = [PyGDataLoader([realistic_graph()])] * 2
+    assert_same(fit(num_stages, data=loaders)[0], fit(0)[0])
 
 
 def test_the_strategy_is_registered() -> None:

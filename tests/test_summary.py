@@ -16,8 +16,7 @@ from lightning.pytorch.utilities.model_summary import summarize
 
 from lightning_gnnpipe.models import GCNII, NodeClassifier
 from lightning_gnnpipe.report import StageRow, format_stages
-from tests.helpers.observed import NUM_CLASSES, NUM_FEATURES, make_data, make_module, make_trainer
-from tests.helpers.scripts import start_script
+from tests.helpers.observed import NUM_CLASSES, NUM_FEATURES, fit, make_module
 
 
 class Keep(ModelSummary):
@@ -56,13 +55,6 @@ class Drawn(NodeClassifier):
         return super().forward(data) if edge_index is None else self.net(data, edge_index)
 
 
-def assert_summaries(folder: Path, num_stages: int, expected: dict[str, Any]) -> None:
-    found = sorted(path.name for path in folder.iterdir())
-    assert found == [f"{r}_{fit}.json" for r in range(num_stages) for fit in range(2)]
-    for path in folder.iterdir():
-        assert json.loads(path.read_text()) == expected
-
-
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("make", [Drawn, make_module])
@@ -72,42 +64,18 @@ def test_model_summary_is_right_on_all_ranks_in_every_fit(
     module = make()
     expected = table(module)
     for _ in range(2):
-        make_trainer(num_stages, 4, Keep(tmp_path), max_epochs=1).fit(module, make_data())
+        fit(num_stages, Keep(tmp_path), module=module, max_epochs=1)
     assert table(module) == expected
-    assert_summaries(tmp_path, num_stages, expected)
-
-
-SCRIPT = """
-import sys
-from pathlib import Path
-from tests.helpers.observed import make_data, make_trainer
-from tests.test_summary import Drawn, Keep
-trainer = make_trainer(2, 4, Keep(Path(sys.argv[1])), max_epochs=1, start_method="popen")
-module = Drawn()
-trainer.fit(module, make_data())
-trainer.fit_loop.max_epochs = 2
-trainer.fit(module, make_data())
-"""
-
-
-@pytest.mark.slow
-def test_model_summary_is_right_where_processes_stay(tmp_path: Path) -> None:
-    """Each process has emptied the other stage's parameters in the first fit."""
-    script, folder = tmp_path / "fit_twice.py", tmp_path / "found"
-    script.write_text(SCRIPT)
-    folder.mkdir()
-    done = start_script(script, folder, is_new=False)
-    done.end(120)
-    assert done.returncode == 0, done.text
-    assert_summaries(folder, 2, table(Drawn()))
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert found == [f"{r}_{number}.json" for r in range(num_stages) for number in range(2)]
+    for path in tmp_path.iterdir():
+        assert json.loads(path.read_text()) == expected
 
 
 def test_a_logger_may_draw_the_model(tmp_path: Path) -> None:
     """TensorBoard runs the model on the first rank alone, before training."""
     logger = TensorBoardLogger(tmp_path, name="tb", version=0, log_graph=True)
-    trainer = make_trainer(2, 4, logger=logger, max_epochs=1)
-    trainer.fit(Drawn(), make_data())
-    assert trainer.state.finished
+    assert fit(2, logger=logger, max_epochs=1, module=Drawn()).state.finished
 
 
 def rows_of(text: str) -> tuple[list[str], int]:
@@ -123,7 +91,7 @@ def test_the_stages_are_shown_once_with_the_summary(
     num_stages: int, bars: list[L.Callback], capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = {"enable_model_summary": True, "enable_progress_bar": bool(bars)}
-    make_trainer(num_stages, 4, *bars, **options).fit(make_module(), make_data())
+    fit(num_stages, *bars, **options)
     shown = capfd.readouterr().out
     assert shown.count(f"Pipeline: 4 layers in {num_stages} stage") == 1
     one, two = ["convs.0 .. convs.3 (4)"], ["convs.0 .. convs.1 (2)", "convs.2 .. convs.3 (2)"]
@@ -133,14 +101,14 @@ def test_the_stages_are_shown_once_with_the_summary(
 
 def test_what_a_stage_computes_again_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
     module = NodeClassifier(GCNII(NUM_FEATURES, 8, NUM_CLASSES, num_layers=3), NUM_CLASSES)
-    make_trainer(2, 4, enable_model_summary=True).fit(module, make_data())
+    fit(2, module=module, enable_model_summary=True)
     names = ["convs.0", "lin_in (repeated), convs.1 .. convs.2 (2)"]
     shown = capfd.readouterr().out
     assert rows_of(shown) == (names, sum(p.numel() for p in module.parameters()))
 
 
 def test_the_stages_are_not_shown_without_the_summary(capfd: pytest.CaptureFixture[str]) -> None:
-    make_trainer(2, 4).fit(make_module(), make_data())
+    fit(2)
     assert "Pipeline:" not in capfd.readouterr().out
 
 

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.errors import GraphError, UnsupportedError
 from tests.helpers.cases import slow
-from tests.helpers.scripts import ROOT, start_script
+from tests.helpers.scripts import ROOT, run_script
 from tests.helpers.texts import INSIDES
+from tests.helpers.trainers import quiet_trainer
 
 N, E, D = 40, 160, 4
 SCREEN = 24  # lines
@@ -65,7 +65,6 @@ def graph(**changes: Any) -> Data:
         edge_index=torch.randint(0, N, (2, E), generator=generator),
         y=torch.randint(0, D, (N,), generator=generator),
         train_mask=torch.arange(N) % 2 == 0,
-        edge_label_index=torch.randint(0, N, (2, 30), generator=generator),
         edge_type=torch.arange(E) % 3,
     )
     return data.update(changes)
@@ -81,16 +80,8 @@ def fit(
     **options: Any,
 ) -> L.Trainer:
     """Train for two steps on a graph or a loader; 0 chunks is plain Lightning."""
-    trainer = kind(
-        accelerator="cpu",
-        devices=devices,
-        strategy=GNNPipeStrategy(num_chunks=num_chunks, **options) if num_chunks else "auto",
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    piped = {"num_chunks": num_chunks, "start_method": "popen", **options} if num_chunks else None
+    trainer = quiet_trainer(devices, piped, kind, max_epochs=2)
     trainer.fit(module, DataLoader([data], batch_size=None) if isinstance(data, Data) else data)
     return trainer
 
@@ -109,12 +100,12 @@ def check_is_readable(error: Exception) -> None:
     assert Path(__file__).name in text  # a line of the user's
 
 
-def assert_trains_as_plainly(make: Make, data: Data, **options: Any) -> None:
+def assert_trains_as_plainly(make: Make, data: Data) -> None:
     modules = []
     for num_chunks in (0, 1):
         torch.manual_seed(0)
         modules.append(make())
-        fit(modules[-1], data, num_chunks, **(options if num_chunks else {}))
+        fit(modules[-1], data, num_chunks)
     for one, other in zip(*(module.parameters() for module in modules), strict=True):
         torch.testing.assert_close(one, other, equal_nan=True)
 
@@ -323,15 +314,15 @@ def test_what_is_refused_names_the_line_and_a_remedy_that_works(name: str) -> No
 
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
-    ("make", "options"),
+    "make",
     [
-        (of(OwnRows), {}),
-        (of(WithoutFeatures, "edge_index", "edge_type"), {}),
-        (of(lambda: gnn.LINKX(N, D, 8, D, 2), "x", "edge_index"), {}),
+        of(OwnRows),
+        of(WithoutFeatures, "edge_index", "edge_type"),
+        of(lambda: gnn.LINKX(N, D, 8, D, 2), "x", "edge_index"),
     ],
 )
-def test_weights_of_nodes_train_with_one_chunk(make: Make, options: dict[str, Any]) -> None:
-    assert_trains_as_plainly(make, graph(num_nodes=N), **options)
+def test_weights_of_nodes_train_with_one_chunk(make: Make) -> None:
+    assert_trains_as_plainly(make, graph(num_nodes=N))
 
 
 SCRIPT = """
@@ -353,16 +344,12 @@ fit(Module(), graph({changes}), 4, devices=2)
     ],
 )
 def test_an_error_of_all_ranks_is_printed_once(changes: str, text: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(folder=str(ROOT), changes=changes))
-    done = start_script(script, is_new=False)
-    done.end(120)
-    assert done.returncode != 0
-    assert done.text.count("Traceback") == done.text.count(text) == 1, done.text
-    told = done.text[done.text.index("Traceback") :]
+    shown = run_script(tmp_path, SCRIPT.format(folder=str(ROOT), changes=changes), fails=True).text
+    assert shown.count("Traceback") == shown.count(text) == 1, shown
+    told = shown[shown.index("Traceback") :]
     assert told.count("\n") <= SCREEN, told
     assert not INSIDES.search(told)
-    assert "PeerError" not in done.text
+    assert "PeerError" not in shown
 
 
 def test_the_whole_traceback_is_logged_for_who_debugs(caplog: pytest.LogCaptureFixture) -> None:

@@ -139,6 +139,7 @@ def as_mapping(module: Any) -> list[Any]:
     found += ["own" in states]
     found += [len(states), len(states.copy()), len(copy.copy(states)), len(states | {3: 4})]
     states |= {"own": 5}
+    assert states | states == dict(states)
     return [*found, states.pop("own"), states[absent], states.pop(absent), len(states)]
 
 

@@ -55,7 +55,7 @@ def _exchange_s(transport: Transport, num_bytes: int, num_times: int) -> float:
         _synchronize(world.device)
         start = time.perf_counter()
         received = torch.empty_like(sent)
-        transport.exchange("control", [(following, sent)], [(previous, received)]).wait()
+        transport.exchange("control", [(following, sent)], [(previous, received)])()
         _synchronize(world.device)
         taken.append(time.perf_counter() - start)
     all_ns = transport.meet("measure the link", [round(mean(taken) * 1e9)])

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from common import INSIDE_FRAC, MATMUL, NUM_EDGES, NUM_NODES, make_edges
 from link import measure_link
 from torch import Tensor
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 from torch_geometric.nn import GCN2Conv, GCNConv

@@ -10,9 +10,7 @@ from __future__ import annotations
 import logging
 from functools import lru_cache
 
-from torch import Tensor
-
-from lightning_gnnpipe.batches.early import AlternatingPass, EarlyGrads, EarlyLoss
+from lightning_gnnpipe.batches.early import AlternatingPass, EarlyLoss
 from lightning_gnnpipe.calls import Call, Inputs
 from lightning_gnnpipe.chunks import BatchInputs, PassSpec, StepCosts, measure_batch
 from lightning_gnnpipe.codecs import Codecs
@@ -62,9 +60,8 @@ def make_schedule(
     """Return the schedule of `num_chunks` micro-batches, `num_virtual` stages on each rank."""
     if name == "fill_drain":
         return add_transfers(fill_drain(num_ranks, range(num_chunks)))
-    return add_transfers(
-        interleaved(num_ranks, num_virtual, num_chunks)
-    )  # 1F1B: one stage per rank
+    # 1F1B: one stage per rank
+    return add_transfers(interleaved(num_ranks, num_virtual, num_chunks))
 
 
 class BatchPasses:
@@ -77,8 +74,8 @@ class BatchPasses:
         options: EngineOptions,
         seeds: PassSeeds,
     ) -> None:
-        self._model, self._transport, self._options = model, transport, options
-        self._seeds = seeds
+        self._model, self._transport = model, transport
+        self._options, self._seeds = options, seeds
         self._alternates = options.schedule != "fill_drain"
         # Whether this rank needs the loss before all outputs are computed.
         self.needs_loss = self._alternates and transport.mesh.is_last
@@ -107,22 +104,18 @@ class BatchPasses:
         module, options = self._model.module, self._options
         in_parts = options.chunks.expected > 1
         if in_parts:
-            without_batch = norms_without_batch(layers)
-            check_norms(module, without_batch)
-            self._tell_of_batch_norms()
+            check_norms(module, norms_without_batch(layers))
+            norms = self._model.intercepted.batch_norms
+            used = [name for name, norm in norms.items() if uses_batch_statistics(norm)]
+            if used:
+                self._fallbacks.tell(
+                    f"BatchNorm ('{used[0]}') in a batch of graphs",
+                    origin="the statistics of all graphs in the batch",
+                    to="the statistics of each micro-batch, as DDP does on each replica",
+                    remedy="Running statistics are updated once per step, from all graphs.",
+                )
         if options.self_check:
             check_graphs(module, layers, call, inputs, in_parts=in_parts, with_gradients=trains)
-
-    def _tell_of_batch_norms(self) -> None:
-        norms = self._model.intercepted.batch_norms
-        used = [name for name, norm in norms.items() if uses_batch_statistics(norm)]
-        if used:
-            self._fallbacks.tell(
-                f"BatchNorm ('{used[0]}') in a batch of graphs",
-                origin="the statistics of all graphs in the batch",
-                to="the statistics of each micro-batch, as DDP does on each replica",
-                remedy="Running statistics are updated once per step, from all graphs.",
-            )
 
     def plan(self, inputs: Inputs) -> BatchPlan:
         """Return `num_chunks` micro-batches, or one per graph with nodes if there are fewer."""
@@ -150,26 +143,19 @@ class BatchPasses:
 
         def measure(layers: Layers) -> StepCosts:
             plan = self.plan(inputs)
-            planned = BatchInputs(call, inputs, plan)
-            return measure_batch(self._model.module, layers, plan, planned)
+            return measure_batch(self._model.module, layers, plan, BatchInputs(call, inputs, plan))
 
         return self._model.mode(call, inputs, measure, also_train=self._options.is_fitting)
 
     def training(self, mode: Mode, call: Call, inputs: Inputs, codecs: Codecs) -> TrainingPass:
         """Return the training pass over the batch."""
         spec = self.open_pass(mode, call, inputs, is_training=True, codecs=codecs)
-        num_ranks, num_virtual = self._transport.mesh.num_stages, len(spec.stages)
-        schedule = make_schedule(
-            self._options.schedule, num_ranks, num_virtual, spec.plan.num_chunks
-        )
+        sizes = self._transport.mesh.num_stages, len(spec.stages), spec.plan.num_chunks
+        schedule = make_schedule(self._options.schedule, *sizes)
         if not self._alternates:
             return TrainingPass(spec, None, self._model, schedule, is_exact=codecs.is_exact)
-
-        def differentiate(outputs: list[Tensor]) -> list[Tensor]:
-            return self.early_loss.differentiate(outputs, mode.layers.rebuild_output)
-
-        early = EarlyGrads(spec, differentiate)
-        return AlternatingPass(spec, self._model, schedule, early, is_exact=codecs.is_exact)
+        early = self.early_loss, mode.layers.rebuild_output
+        return AlternatingPass(spec, self._model, schedule, *early, is_exact=codecs.is_exact)
 
     def open_pass(
         self, mode: Mode, call: Call, inputs: Inputs, *, is_training: bool, codecs: Codecs

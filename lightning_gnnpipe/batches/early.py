@@ -24,6 +24,8 @@ from lightning_gnnpipe.layers import intercept
 from lightning_gnnpipe.schedule import Schedule, arrived_sends
 from lightning_gnnpipe.steps import Controls, PipelinedModel, TrainingPass
 
+Rebuild = Callable[[Sequence[Tensor]], Any]
+
 
 class EarlyLoss:
     """Runs `training_step` again on given outputs; the engine host sets `run` before each step."""
@@ -33,9 +35,7 @@ class EarlyLoss:
         self._answers: list[Any] = []
         self.is_running = False
 
-    def differentiate(
-        self, outputs: Sequence[Tensor], rebuild: Callable[[Sequence[Tensor]], Any]
-    ) -> list[Tensor]:
+    def differentiate(self, outputs: Sequence[Tensor], rebuild: Rebuild) -> list[Tensor]:
         """Return the gradients of the loss with respect to `outputs`, zeros where it has none."""
         assert self.run is not None
         wanted = [output.requires_grad_() for output in outputs if _has_grad(output)]
@@ -68,54 +68,6 @@ _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 _ROUGH = 2e-2  # half precision
 
 
-class EarlyGrads:
-    """Gradients of the outputs of one step, used on the rank of the last stage.
-
-    `differentiate`: from all outputs to the gradients of the loss, zeros where there are none.
-    """
-
-    def __init__(
-        self, spec: PassSpec, differentiate: Callable[[list[Tensor]], list[Tensor]]
-    ) -> None:
-        self._inputs, self._values = spec.inputs, spec.outputs
-        self._differentiate = differentiate
-        self._known: list[list[Tensor]] = [[] for _ in spec.outputs]
-        self._used: list[Tensor] = []
-
-    def of(self, chunk: Piece, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the output gradients for the rows of `chunk`, which has just run forward.
-
-        `outputs`: each `[num_rows, *]`, in the user's order. Rows not computed yet are ignored.
-        """
-        places = [self._inputs.places(chunk, value) for value in self._values]
-        for known, new in zip(self._known, places, strict=True):
-            known.append(new)
-        self._used = self._used or [torch.zeros_like(output) for output in outputs]
-        filled = [_fill(o, torch.cat(k)) for o, k in zip(outputs, self._known, strict=True)]
-        grads = self._differentiate(filled)
-        rows = [grad[place] for grad, place in zip(grads, places, strict=True)]
-        for used, place, part in zip(self._used, places, rows, strict=True):
-            used[place] = part
-        return rows
-
-    def factor(self, grads: Sequence[Tensor]) -> float:
-        """Return the loss scaling: `grads` over the gradients used; NaN if not proportional."""
-        known = [(u, g) for u, g in zip(self._used, grads, strict=True) if _has_grad(u)]
-        pairs = [(_real(used).double(), _real(grad).double()) for used, grad in known]
-        if any(not torch.equal(u.isfinite(), g.isfinite()) for u, g in pairs):
-            return float("nan")
-        finite = [(u.nan_to_num(0, 0, 0), g.nan_to_num(0, 0, 0)) for u, g in pairs]
-        size = sum(float(used.square().sum()) for used, _ in finite)
-        factor = sum(float((used * grad).sum()) for used, grad in finite) / size if size else 1.0
-        for (used, grad), (value, _) in zip(finite, known, strict=True):
-            tolerance = _TOLERANCE.get(_real(value).dtype, _ROUGH)
-            factor = 1.0 if abs(factor - 1) <= tolerance else factor
-            most = abs(factor) * _largest(used)
-            if _largest(grad - factor * used) > tolerance * most:
-                return float("nan")
-        return factor
-
-
 Gradients = dict[nn.Parameter, Tensor]
 
 
@@ -124,6 +76,8 @@ class AlternatingPass(TrainingPass):
 
     It adds weight gradients to `grad` in the user's backward. Only the output gradients that arrive
     there show whether the early ones were right, and by what factor the loss was scaled.
+
+    `rebuild`: from the outputs to what the user's call returns.
     """
 
     def __init__(
@@ -131,19 +85,23 @@ class AlternatingPass(TrainingPass):
         spec: PassSpec,
         model: PipelinedModel,
         schedule: Schedule,
-        early: EarlyGrads,
+        loss: EarlyLoss,
+        rebuild: Rebuild,
         *,
         is_exact: bool,
     ) -> None:
         super().__init__(spec, None, model, schedule, is_exact=is_exact)
-        self._early = early
-        self._grads: Gradients = {}
+        self._loss, self._rebuild = loss, rebuild
+        self._grads: Gradients = {}  # of weights
+        # On the rank of the last stage: places of the outputs so far, their gradients used.
+        self._known: list[list[Tensor]] = [[] for _ in spec.outputs]
+        self._used: list[Tensor] = []
 
     def forward(self, controls: Controls, number: int, *, is_first: bool = True) -> list[Tensor]:
         """Run both phases and return the detached outputs; see `TrainingPass`."""
         spec = self._spec
         self._watch(controls.on_chunk)
-        spec.transport.meter.reset()
+        spec.transport.meter.clear()
         with (
             intercept(self._model.intercepted, spec.context),
             own_random_stream(spec.transport.world.device),
@@ -152,7 +110,20 @@ class AlternatingPass(TrainingPass):
         ):
             arrived = arrived_sends(self._schedule, self._place)
             actions = self._schedule.ranks[self._place]
-            return self._step.forward(actions, arrived, self._early.of)
+            return self._step.forward(actions, arrived, self._grads_of)
+
+    def _grads_of(self, chunk: Piece, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of the rows of `chunk`; `outputs` have all rows computed so far."""
+        places = [self._spec.inputs.places(chunk, value) for value in self._spec.outputs]
+        for known, new in zip(self._known, places, strict=True):
+            known.append(new)
+        self._used = self._used or [torch.zeros_like(output) for output in outputs]
+        filled = [_fill(o, torch.cat(k)) for o, k in zip(outputs, self._known, strict=True)]
+        grads = self._loss.differentiate(filled, self._rebuild)
+        rows = [grad[place] for grad, place in zip(grads, places, strict=True)]
+        for used, place, part in zip(self._used, places, rows, strict=True):
+            used[place] = part
+        return rows
 
     def backward(self, grads: Sequence[Tensor], slots: Sequence[int]) -> list[Tensor | None]:
         """Add gradients to the weights' `grad`; return the gradients of the leaves `slots`."""
@@ -174,7 +145,7 @@ class AlternatingPass(TrainingPass):
         """Broadcast the factor for all gradients from the last stage's rank; raise if it is NaN."""
         transport, mesh = self._spec.transport, self._spec.transport.mesh
         device = transport.world.device
-        factor = self._early.factor(grads) if mesh.is_last else 1.0
+        factor = self._factor(grads) if mesh.is_last else 1.0
         shared = torch.tensor([factor], dtype=torch.float64, device=device)
         transport.broadcast(shared, mesh.rank_of(mesh.num_stages - 1), "control")
         factor = float(shared)
@@ -186,6 +157,23 @@ class AlternatingPass(TrainingPass):
                 "that gives another loss when it runs again",
                 remedy="Use schedule='fill_drain', which computes the loss once, from all outputs.",
             )
+        return factor
+
+    def _factor(self, grads: Sequence[Tensor]) -> float:
+        """Return the loss scaling: `grads` over the gradients used; NaN if not proportional."""
+        known = [(u, g) for u, g in zip(self._used, grads, strict=True) if _has_grad(u)]
+        pairs = [(_real(used).double(), _real(grad).double()) for used, grad in known]
+        if any(not torch.equal(u.isfinite(), g.isfinite()) for u, g in pairs):
+            return float("nan")
+        finite = [(u.nan_to_num(0, 0, 0), g.nan_to_num(0, 0, 0)) for u, g in pairs]
+        size = sum(float(used.square().sum()) for used, _ in finite)
+        factor = sum(float((used * grad).sum()) for used, grad in finite) / size if size else 1.0
+        for (used, grad), (value, _) in zip(finite, known, strict=True):
+            tolerance = _TOLERANCE.get(_real(value).dtype, _ROUGH)
+            factor = 1.0 if abs(factor - 1) <= tolerance else factor
+            most = abs(factor) * _largest(used)
+            if _largest(grad - factor * used) > tolerance * most:
+                return float("nan")
         return factor
 
 

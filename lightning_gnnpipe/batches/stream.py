@@ -7,19 +7,15 @@ start on the next one, whose arguments are predicted:
     stage 0   b0    b1    b2     ...
     stage 1   .     b0    b1    b2     ...
 
-The next batch and the last call predict them, without running user code:
-
-    predict_step(batch): net(batch.x, batch.edge_index)  ->  following.x, following.edge_index
-
-This works for tensors and graphs that the step takes from the batch unchanged. If the next call
-differs from the prediction, the pass is completed and its outputs are dropped.
-Prediction then stops until the loop ends.
+The next batch and the last call predict them, without running user code: after net(batch.x) comes
+net(following.x). This works for tensors and graphs that the step takes from the batch unchanged. If
+the next call differs, the pass is completed, its outputs are dropped, and prediction stops until
+the loop ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -176,86 +172,56 @@ class _Pass:
         self._num_done = max(self._num_done, end)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Placeholder for the object at `path` in a batch."""
-
-    path: tuple[Any, ...]
-
-
-def predict_call(batch: Any, arguments: Arguments, following: Any) -> Arguments | None:
-    """Return `arguments` with objects of `batch` replaced from `following`; None if unknown."""
-    places = {id(part): path for path, part in _parts(batch)}
-    try:
-        return _fill(_find(arguments, places, batch), following)
-    except (LookupError, AttributeError, TypeError):
-        return None
-
-
 class PredictedCall:
     """A call expected next, with the present state of its tensors."""
 
     def __init__(self, call: Call, inputs: Inputs) -> None:
         self.call, self.inputs = call, inputs
-        self._marks = [_Mark(leaf) for leaf in call.leaves]
+        self._versions = [version_of(leaf) for leaf in call.leaves]
+        # Copies where torch counts no writes (inference mode).
+        marked = zip(call.leaves, self._versions, strict=True)
+        self._copies = [leaf.clone() if version < 0 else None for leaf, version in marked]
 
     def matches(self, call: Call) -> bool:
         """Whether `call` has the same tensors, unchanged."""
-        ours, theirs = self.call, call
-        return (
-            (ours.signature, ours.counts) == (theirs.signature, theirs.counts)
-            and len(ours.leaves) == len(theirs.leaves)
-            and all(map(_Mark.is_at, self._marks, theirs.leaves))
+        ours, known = self.call, zip(self._versions, self._copies, strict=True)
+        facts = [(one.signature, one.counts, list(map(id, one.leaves))) for one in (ours, call)]
+        return facts[0] == facts[1] and all(
+            version_of(leaf) == version and (copy is None or torch.equal(copy, leaf))
+            for leaf, (version, copy) in zip(call.leaves, known, strict=True)
         )
 
 
-class _Mark:
-    """A tensor and its version, or a copy of it where torch counts no writes (inference mode)."""
+def predict_call(batch: Any, arguments: Arguments, following: Any) -> Arguments | None:
+    """Return `arguments` with objects of `batch` replaced from `following`; None if unknown."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor, version_of(tensor)
-        self._content = tensor.clone() if self._version < 0 else None
+    def replaced(value: Any) -> Any:
+        if isinstance(value, Data | Tensor):
+            return places[id(value)]  # KeyError for any other tensor
+        if isinstance(value, Mapping):
+            return {key: replaced(item) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(map(replaced, value))
+        is_count = type(value) is int and value == getattr(batch, "num_graphs", None)
+        return following.num_graphs if is_count else value
 
-    def is_at(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is the same object and has not been written to."""
-        if tensor is not self._tensor or version_of(tensor) != self._version:
-            return False
-        return self._content is None or torch.equal(self._content, tensor)
+    try:
+        places = dict(_pairs(batch, following))
+        return replaced(arguments)
+    except (LookupError, AttributeError, TypeError):
+        return None
 
 
-def _parts(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the graphs and tensors in a batch, each with its path."""
+def _pairs(value: Any, other: Any) -> Iterator[tuple[int, Any]]:
+    """Yield the id of each graph and tensor in a batch, and what is there in another batch."""
     if isinstance(value, Data | Tensor):
-        yield path, value
-    items: Any = ()
-    if isinstance(value, Data | Mapping):
-        items = value.items() if isinstance(value, Mapping) else value
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    for key, item in items:
-        yield from _parts(item, (*path, key))
-
-
-def _find(value: Any, places: Mapping[int, tuple[Any, ...]], batch: Any) -> Any:
-    """Replace the objects of the batch in `value` by `_Part`; KeyError for any other tensor."""
-    if isinstance(value, Data | Tensor):
-        return _Part(places[id(value)])
-    if isinstance(value, Mapping):
-        return {key: _find(item, places, batch) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_find(item, places, batch) for item in value)
-    is_count = type(value) is int and value == getattr(batch, "num_graphs", None)
-    return _Part(("num_graphs",)) if is_count else value
-
-
-def _fill(value: Any, batch: Any) -> Any:
-    """Replace each `_Part` in `value` by the object at its path in `batch`."""
-    if isinstance(value, _Part):
-        for key in value.path:
-            batch = batch[key] if isinstance(batch, Mapping | list | tuple) else getattr(batch, key)
-        return batch
-    if isinstance(value, Mapping):
-        return {key: _fill(item, batch) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_fill(item, batch) for item in value)
-    return value
+        yield id(value), other
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Data | Mapping) and isinstance(other, Data | Mapping):
+        items, known = (one if isinstance(one, Data) else one.items() for one in (value, other))
+        there = dict(iter(known))
+        pairs = [(item, there[key]) for key, item in items if key in there]
+    elif isinstance(value, list | tuple) and isinstance(other, list | tuple):
+        pairs = zip(value, other, strict=False)
+    for pair in pairs:
+        yield from _pairs(*pair)

@@ -40,9 +40,7 @@ class StalenessMonitor(PipeCallback):
         check_count("every_n_epochs", every_n_epochs, 1)
         self.every_n_epochs = every_n_epochs
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if _is_due(trainer, self.every_n_epochs):
             self.strategy(trainer).controls.records_staleness = True
 
@@ -117,21 +115,12 @@ class PipelineMonitor(PipeCallback):
         is_wanted = self.logs_staleness and not has_monitor
         self._staleness = StalenessMonitor(self.every_n_epochs) if is_wanted else None
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if self._staleness is not None:
-            self._staleness.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+            self._staleness.on_train_batch_start(trainer)
         self._start_s = self._now_s(trainer)
 
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         self._step_s = self._now_s(trainer) - self._start_s
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -152,13 +141,13 @@ class PipelineMonitor(PipeCallback):
             "pipe/step_s": strategy.broadcast(self._step_s),
             "pipe/bubble_frac": stats.bubble_frac,
         }
-        ranks = ["_".join(name).replace(" ", "_") for name in stats.rank_names()]
-        waits = zip(ranks, stats.wait_s, strict=True)
-        values |= {f"pipe/wait_s/{rank}": one for rank, one in waits}
         for kind in get_args(TrafficKind):
             values[f"pipe/bytes/{kind}"] = stats.bytes_by_kind.get(kind, 0)
-        peaks = zip(ranks, stats.peak_memory_bytes, strict=True)
-        values |= {f"pipe/peak_memory_mib/{rank}": peak / _MIB for rank, peak in peaks}
+        figures = zip(stats.rank_names(), stats.wait_s, stats.peak_memory_bytes, strict=True)
+        for name, wait_s, peak in figures:
+            rank = "_".join(name).replace(" ", "_")
+            values[f"pipe/wait_s/{rank}"] = wait_s
+            values[f"pipe/peak_memory_mib/{rank}"] = peak / _MIB
         return values
 
     def _now_s(self, trainer: pl.Trainer) -> float:
@@ -190,9 +179,7 @@ class ChunkProgress(PipeCallback):
         self._shown_s = 0.0
         self._has_phases = True  # all forwards run before all backwards
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         bar = trainer.progress_bar_callback
         if trainer.is_global_zero and isinstance(bar, TQDMProgressBar | RichProgressBar):
             self._bar = bar if bar.is_enabled else None
@@ -202,14 +189,7 @@ class ChunkProgress(PipeCallback):
             self._shown_s = 0.0
             self.strategy(trainer).controls.on_chunk = self._show
 
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if self._bar is not None:
             _describe(self._bar, self._label)
 

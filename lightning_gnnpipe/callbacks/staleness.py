@@ -33,9 +33,7 @@ class StalenessWarmup(PipeCallback):
         check_count("num_epochs", num_epochs, 0)
         self.num_epochs = num_epochs
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if trainer.current_epoch < self.num_epochs:
             self.strategy(trainer).controls.is_exact = True
 
@@ -73,9 +71,7 @@ class BoundedStaleness(PipeCallback):
                 "callback.",
             )
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         if (trainer.current_epoch + 1) % self.sync_every_n_epochs == 0:
             self.strategy(trainer).controls.is_synchronous = True
 

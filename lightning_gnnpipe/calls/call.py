@@ -291,11 +291,17 @@ class _Collector:
         if isinstance(value, list | tuple):
             items = [self.visit(f"{name}.{i}", item) for i, item in enumerate(value)]
             return _sequence_like(value, items)
+        if is_matrix(value):
+            return self._visit_matrix(name, value)
         if not isinstance(value, _PLAIN):
-            if is_matrix(value):
-                return self._visit_matrix(name, value)
-            is_tensor = isinstance(value, Tensor)
-            raise _not_supported(name, f"a {value.layout if is_tensor else type(value).__name__}")
+            kind = value.layout if isinstance(value, Tensor) else type(value).__name__
+            raise UnsupportedError(
+                expected=f"argument '{name}' of the pipelined module to be a plain value, a dense "
+                "tensor or a sparse matrix (torch.sparse_csr, _csc, _coo)",
+                found=f"a {kind}",
+                remedy="Pass 'edge_index' of shape [2, num_edges], and edge weights, or the "
+                "tensors of a graph: net(data.x, data.edge_index).",
+            )
         if isinstance(value, int) and type(value) is not bool and last_name(name) in COUNTS:
             self.counts.append((name, value))
             return _Count(value)
@@ -343,10 +349,8 @@ def _sequence_like(value: Any, items: list[Any]) -> Any:
 
 def _is_usable(value: Any) -> bool:
     """Whether forward can use an attribute of a graph; unusable ones are dropped."""
-    if isinstance(value, list | tuple):
-        return all(_is_usable(item) for item in value)
-    if isinstance(value, dict):
-        return all(_is_usable(item) for item in value.values())
+    if isinstance(value, list | tuple | dict):
+        return all(map(_is_usable, value.values() if isinstance(value, dict) else value))
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided
     if is_dense or isinstance(value, (*_PLAIN, EdgeIndex)):
         return True
@@ -382,13 +386,3 @@ def _parameter_names(method: Callable[..., Any], count: int) -> list[str]:
             break
         names.append(parameter.name)
     return (names + [f"args.{i}" for i in range(len(names), count)])[:count]
-
-
-def _not_supported(name: str, found: str) -> UnsupportedError:
-    return UnsupportedError(
-        expected=f"argument '{name}' of the pipelined module to be a plain value, a dense tensor "
-        "or a sparse matrix (torch.sparse_csr, _csc, _coo)",
-        found=found,
-        remedy="Pass 'edge_index' of shape [2, num_edges], and edge weights, or the tensors of a "
-        "graph: net(data.x, data.edge_index).",
-    )

@@ -44,21 +44,14 @@ def classify(call: Call, known: KnownKinds | None = None) -> Inputs:
     edges = find_edge_sets(call, needs_edges=False)
     finder = _Finder(call, edges, {} if known is None else known)
     leaves = tuple(finder.find(slot) for slot in range(len(call.leaves)))
-    graphs = GraphBatch(
-        finder.num_graphs,
-        finder.num_filled,
-        finder.sizes,
-        finder.graph_of_node,
-        tuple(finder.row_sets),
-        leaves,
-    )
+    num_graphs, of_node, sets = finder.num_graphs, finder.graph_of_node, tuple(finder.row_sets)
+    graphs = GraphBatch(num_graphs, finder.num_filled, finder.sizes, of_node, sets, leaves)
     kinds = tuple(
         Kind.EDGE_INDEX if slot in edges.slots else rows.kind for slot, rows in enumerate(leaves)
     )
-    none = torch.empty((2, 0), dtype=torch.int64, device=finder.graph_of_node.device)
-    numbers = tuple(rows.number for rows in leaves)
-    sizes = tuple(graphs.numel() for graphs in finder.row_sets)
-    return Inputs(kinds, len(finder.graph_of_node), none, sizes, numbers, graphs)
+    none = torch.empty((2, 0), dtype=torch.int64, device=of_node.device)
+    numbers, sizes = tuple(rows.number for rows in leaves), tuple(map(len, sets))
+    return Inputs(kinds, len(of_node), none, sizes, numbers, graphs)
 
 
 def find_graphs(call: Call, graph_of_node: Tensor | None, known: KnownKinds) -> tuple[Call, Inputs]:
@@ -91,7 +84,7 @@ class _Finder:
         self.num_filled = int(self.graph_of_node[-1]) + 1 if self.graph_of_node.numel() else 0
         self.num_graphs = self._count_graphs()
         counts = torch.bincount(self.graph_of_node, minlength=self.num_graphs)
-        self.sizes = tuple(int(size) for size in counts.tolist())
+        self.sizes = tuple(counts.tolist())
         self._starts = starts_of(counts)
         self.row_sets = [self._graphs_of_edges(slot) for slot in edges.slots]
         self._set_starts = [
@@ -99,7 +92,6 @@ class _Finder:
         ]
 
     def find(self, slot: int) -> LeafRows:
-        """Return how leaf `slot` is split."""
         name, leaf = self._last_names[slot], self._call.leaves[slot]
         rows = leaf.size(0) if leaf.dim() else -1
         if slot in self._edges.slots:
@@ -154,10 +146,8 @@ class _Finder:
 
     def _count_graphs(self) -> int:
         found = dict(self._call.counts)
-        for name, last, leaf in zip(
-            self._call.names, self._last_names, self._call.leaves, strict=True
-        ):
-            if last == "ptr" and leaf.dim() == 1:
+        for name, leaf in zip(self._call.names, self._call.leaves, strict=True):
+            if last_name(name) == "ptr" and leaf.dim() == 1:
                 found[name] = leaf.numel() - 1
         counts = set(found.values())
         if len(counts) > 1 or any(count < self.num_filled for count in counts):
@@ -267,11 +257,8 @@ def draw_graphs(module: nn.Module, call: Call, inputs: Inputs) -> Drawn:
             remedy="Remove empty graphs, or put a graph with nodes into the first batch.",
         )
     widths = {size for p in module.parameters() for size in p.shape}
-    edge_sets = {
-        number
-        for kind, number in zip(inputs.kinds, inputs.edge_sets, strict=True)
-        if kind is Kind.EDGE_INDEX
-    }
+    pairs = zip(inputs.kinds, inputs.edge_sets, strict=True)
+    edge_sets = {number for kind, number in pairs if kind is Kind.EDGE_INDEX}
     can_drop = edge_sets == set(range(len(graphs.row_sets)))
     for num_dropped in range(_MAX_DROPPED if can_drop else 1):
         for count in range(3, _MAX_GRAPHS):

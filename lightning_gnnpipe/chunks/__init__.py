@@ -1,7 +1,5 @@
 """One rank's part of a step: run the schedule's actions on chunks, and measure layer costs."""
 
-from __future__ import annotations
-
 from lightning_gnnpipe.chunks.chunk_run import (
     LayerNames,
     PassSpec,
@@ -31,30 +29,3 @@ from lightning_gnnpipe.chunks.step_trace import (
     peak_memory_bytes,
     phases,
 )
-
-__all__ = [
-    "BatchInputs",
-    "LayerCost",
-    "LayerNames",
-    "PassSpec",
-    "Piece",
-    "PipelineStats",
-    "PlannedInputs",
-    "RankRecord",
-    "SeedOf",
-    "Step",
-    "StepCosts",
-    "TraceEvent",
-    "counting_saved_bytes",
-    "make_seeds",
-    "measure_batch",
-    "measure_copies",
-    "measure_layers",
-    "merge_stats",
-    "own_random_stream",
-    "peak_memory_bytes",
-    "phases",
-    "run_segments",
-    "synchronize",
-    "work_of",
-]

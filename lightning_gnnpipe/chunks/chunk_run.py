@@ -47,31 +47,27 @@ def run_segments(
         for segment in segments:
             inputs = [values[name] for name in segment.inputs]
             if segment.has_inplace:
-                inputs = [t.clone() if _is_real(t) else t for t in inputs]
+                inputs = [
+                    t.clone() if isinstance(t, Tensor) and t.is_floating_point() else t
+                    for t in inputs
+                ]
             if seed_of is not None:
                 _seed(seed_of(segment.index, chunk.index), inputs)
             named = zip(segment.inputs, inputs, strict=True)
             leaves = {name: tensor for name, tensor in named if name.startswith("leaf_")}
             context.enter(chunk, segment.index, leaves)
             sums = Summing(segment.sums, context) if segment.sums else nullcontext()
-            with sums, _lookups(segment, context):  # lookups first: they ask who calls
+            lookups: AbstractContextManager[object] = nullcontext()
+            if segment.looks_up and isinstance(context, MessageContext) and not context.is_plain:
+                lookups = lookups_of(context)
+            with sums, lookups:  # lookups first: they ask who calls
                 outputs = segment.module(*inputs)
             values.update(zip(segment.outputs, outputs, strict=True))
-            if keep is not None:
-                for name in [
-                    n for n in values if n not in keep and last_use.get(n, -1) <= segment.index
-                ]:
-                    del values[name]
+            last = {name for name in values if last_use.get(name, -1) <= segment.index}
+            for name in () if keep is None else last.difference(keep):
+                del values[name]
     finally:
         context.leave()
-
-
-def _lookups(
-    segment: Segment, context: MessageContext | NativeContext
-) -> AbstractContextManager[object]:
-    if not segment.looks_up or isinstance(context, NativeContext) or context.is_plain:
-        return nullcontext()
-    return lookups_of(context)
 
 
 def make_seeds(seed: int, step: int, shard: int = 0, replica: int = 0) -> SeedOf:
@@ -95,10 +91,6 @@ def own_random_stream(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _is_real(value: Tensor | int) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
 def _seed(seed: int, inputs: Sequence[Tensor | int]) -> None:
     torch.default_generator.manual_seed(seed)
     if any(isinstance(value, Tensor) and value.is_cuda for value in inputs):
@@ -106,10 +98,7 @@ def _seed(seed: int, inputs: Sequence[Tensor | int]) -> None:
 
 
 def _split_mix(x: int) -> int:
-    """One step of SplitMix64.
-
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators".
-    """
+    """SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators"."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -158,43 +147,27 @@ def run_recomputed(
 
     Backward must run while the layers are intercepted with `context`, on its own random stream.
     """
-    groups = [[s] for s in segments] if chunk.is_whole else [list(segments)]
-    for index, group in enumerate(groups):
-        later = {name for g in groups[index + 1 :] for s in g for name in s.inputs}
-        needed = later | set(keep)
-        _run_group(group, values, chunk, context, seed_of, needed)
-        for name in values.keys() - needed:
-            del values[name]
 
-
-def _run_group(
-    group: Sequence[Segment],
-    values: dict[str, Any],
-    chunk: Any,
-    context: MessageContext | NativeContext,
-    seed_of: SeedOf | None,
-    needed: Collection[str],
-) -> None:
-    own = {name for segment in group for name in segment.outputs}
-    inputs = sorted({n for segment in group for n in segment.inputs if n in values})
-    outputs = sorted(own & set(needed))
-    tape = Tape()
-
-    def compute(*tensors: Any) -> tuple[Tensor, ...]:
-        local = dict(zip(inputs, tensors, strict=True))
+    def compute(
+        group: Sequence[Segment], names: list[str], outputs: list[str], tape: Tape, *tensors: Any
+    ) -> tuple[Tensor, ...]:
+        local = dict(zip(names, tensors, strict=True))
         with context.taped(tape), _kept_buffers(group if tape.is_replay else ()):
             run_segments(group, local, chunk, context, seed_of, outputs)
         tape.is_replay = True
         return tuple(local[name] for name in outputs)
 
-    with set_checkpoint_early_stop(False):
-        results = checkpoint(
-            compute,
-            *(values[name] for name in inputs),
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
-    values.update(zip(outputs, results, strict=True))
+    groups = [[s] for s in segments] if chunk.is_whole else [list(segments)]
+    for index, group in enumerate(groups):
+        needed = {name for g in groups[index + 1 :] for s in g for name in s.inputs} | set(keep)
+        inputs = sorted({n for s in group for n in s.inputs if n in values})
+        outputs = sorted({n for s in group for n in s.outputs} & needed)
+        given = group, inputs, outputs, Tape(), *(values[name] for name in inputs)
+        with set_checkpoint_early_stop(False):
+            results = checkpoint(compute, *given, use_reentrant=False, preserve_rng_state=False)
+        values.update(zip(outputs, results, strict=True))
+        for name in values.keys() - needed:
+            del values[name]
 
 
 @contextmanager

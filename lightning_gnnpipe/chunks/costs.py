@@ -9,10 +9,11 @@ import time
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
 from lightning_gnnpipe.chunks.chunk_run import run_segments
@@ -47,9 +48,9 @@ class LayerCost:
     forward_s: float
     backward_s: float
     saved_bytes: int
-    history_bytes: int
-    pushed_row_bytes: int
-    num_pushes: int
+    history_bytes: int = 0
+    pushed_row_bytes: int = 0
+    num_pushes: int = 0
 
     @property
     def compute_s(self) -> float:
@@ -66,11 +67,8 @@ class StepCosts:
 
     def of(self, stage: Stage) -> list[LayerCost]:
         """Return the costs of all that `stage` computes."""
-        again = [name for part in stage.repeated for name in part.outputs]
-        return [
-            *(self.layers[segment.index] for segment in stage.segments),
-            *(self.repeats[name] for name in again),
-        ]
+        again = [self.repeats[name] for part in stage.repeated for name in part.outputs]
+        return [self.layers[segment.index] for segment in stage.segments] + again
 
     def assign_layers(
         self, layers: Layers, num_stages: int, repeated: Collection[str]
@@ -104,13 +102,14 @@ def measure_layers(
     context = MessageContext(store, plan)
     context.leaves = inputs
     pieces = [(chunk, work_of(chunk)) for chunk in plan.chunks]
-    timed, again = _time(module, layers, pieces, inputs, context)
-    is_cut = plan.num_chunks > 1
-    costs = [
-        one.cost(is_cut * store.history_bytes(segment.index), store.row_bytes(segment.index))
-        for one, segment in zip(timed, layers.segments, strict=True)
-    ]
-    return StepCosts(tuple(costs), {name: one.cost() for name, one in again.items()})
+    found = _measure(module, layers, pieces, inputs, context)
+    costs = []
+    for cost, segment in zip(found.layers, layers.segments, strict=True):
+        kept = store.history_bytes(segment.index) if plan.num_chunks > 1 else 0
+        rows = store.row_bytes(segment.index)
+        pushes = {"pushed_row_bytes": sum(rows), "num_pushes": len(rows)}
+        costs.append(replace(cost, history_bytes=kept, **pushes))
+    return replace(found, layers=tuple(costs))
 
 
 def measure_batch(
@@ -118,20 +117,17 @@ def measure_batch(
 ) -> StepCosts:
     """Measure all layers on a batch of graphs, which has no histories."""
     pieces = [(chunk, chunk.work) for chunk in plan.chunks]
-    context = NativeContext(1)  # BatchNorm runs unchanged
-    timed, again = _time(module, layers, pieces, inputs, context)
-    costs = tuple(one.cost() for one in timed)
-    return StepCosts(costs, {name: one.cost() for name, one in again.items()})
+    return _measure(module, layers, pieces, inputs, NativeContext(1))  # BatchNorm runs unchanged
 
 
-def _time(
+def _measure(
     module: nn.Module,
     layers: Layers,
     pieces: Sequence[tuple[Any, int]],
     inputs: PassInputs,
     context: MessageContext | NativeContext,
-) -> tuple[list[_Timed], dict[str, _Timed]]:
-    """Time layers, and recomputable values by name, on a few middle-sized pieces (chunk, work)."""
+) -> StepCosts:
+    """Time layers, and recomputable values, on a few middle-sized pieces (chunk, work)."""
     parts = [part_of(layers.segments[i], (name,)) for name, i in layers.repeatable.items()]
     segments = (*layers.segments, *parts)
     ranked = sorted(pieces, key=lambda piece: piece[1])
@@ -147,44 +143,26 @@ def _time(
     ):
         for chunk, _ in chosen:  # do not time what is computed once per chunk
             _run(layers, segments, chunk, inputs, context)
-        runs = [_best_run(layers, segments, chunk, inputs, context) for chunk, _ in chosen]
-    scales = [total / max(work, 1) for _, work in chosen]
-
-    def over_chunks(values: list[float]) -> float:
-        return median(value * scale for value, scale in zip(values, scales, strict=True))
-
-    timed = [
-        _Timed(
-            over_chunks([run[i].forward_s for run in runs]),
-            over_chunks([run[i].backward_s for run in runs]),
-            over_chunks([run[i].saved_bytes for run in runs]),
-        )
-        for i in range(len(segments))
-    ]
-    _make_even(timed, [_form_of(segment, layers) for segment in segments])
-    num_layers = len(layers.segments)
-    return timed[:num_layers], dict(zip(layers.repeatable, timed[num_layers:], strict=True))
+        runs = [
+            _best_run(layers, segments, chunk, inputs, context) * (total / max(work, 1))
+            for chunk, work in chosen
+        ]
+    times = np.median(runs, axis=0)
+    forms = [_form_of(segment, layers) for segment in segments]
+    for form in set(forms):  # layers of one form take the same time
+        same = [i for i, one in enumerate(forms) if one == form]
+        times[same, :2] = np.median(times[same, :2], axis=0)
+    costs = [LayerCost(ahead, back, round(saved)) for ahead, back, saved in times.tolist()]
+    again = zip(layers.repeatable, costs[len(layers.segments) :], strict=True)
+    return StepCosts(tuple(costs[: len(layers.segments)]), dict(again))
 
 
-def _best_run(*args: Any) -> list[_Timed]:
+def _best_run(*args: Any) -> NDArray[np.float64]:
     """Return the minimum times of several runs: load from other processes only adds time."""
     runs, start = [_run(*args)], time.perf_counter()
     while len(runs) < _NUM_RUNS and time.perf_counter() - start < _LONGEST_S:
         runs.append(_run(*args))
-    return [
-        _Timed(min(one.forward_s for one in same), min(one.backward_s for one in same), saved)
-        for same in zip(*runs, strict=True)
-        for saved in [same[0].saved_bytes]
-    ]
-
-
-def _make_even(timed: Sequence[_Timed], forms: Sequence[Hashable]) -> None:
-    """Set the times of layers with equal forms to their median."""
-    for form in set(forms):
-        same = [one for one, other in zip(timed, forms, strict=True) if other == form]
-        times = [median(one.forward_s for one in same), median(one.backward_s for one in same)]
-        for one in same:
-            one.forward_s, one.backward_s = times
+    return np.min(runs, axis=0)
 
 
 def _form_of(segment: Segment, layers: Layers) -> Hashable:
@@ -197,7 +175,8 @@ def _form_of(segment: Segment, layers: Layers) -> Hashable:
         if node.op == "call_module":
             module = segment.module.get_submodule(target)
             shapes = [tuple(p.shape) for p in module.parameters()]
-            target = f"{type(module)} {module} {_plain(module)} {shapes}"
+            plain = [v for v in vars(module).items() if isinstance(v[1], bool | int | float | str)]
+            target = f"{type(module)} {module} {plain} {shapes}"
         elif node.op == "get_attr" or (node.op == "placeholder" and known is not None):
             target = ""
         sources = tuple(place[source] for source in node.all_input_nodes)
@@ -206,15 +185,8 @@ def _form_of(segment: Segment, layers: Layers) -> Hashable:
     return tuple(form(node) for node in nodes)
 
 
-def _plain(module: nn.Module) -> list[tuple[str, object]]:
-    return [(n, v) for n, v in vars(module).items() if isinstance(v, bool | int | float | str)]
-
-
 def measure_copies(num_nodes: int, costs: Sequence[LayerCost], device: torch.device) -> float:
-    """Return the bytes per second of gathering scattered rows and writing them back.
-
-    The rows are as wide as the widest rows that the layers push.
-    """
+    """Return bytes per second of gathering scattered rows, as wide as any pushed, and writing."""
     num_nodes = min(num_nodes, _MOST_ROWS)
     widest = max((cost.pushed_row_bytes // max(cost.num_pushes, 1) for cost in costs), default=0)
     table = torch.zeros((num_nodes, max(widest // 4, 1)), device=device)
@@ -232,65 +204,48 @@ def measure_copies(num_nodes: int, costs: Sequence[LayerCost], device: torch.dev
     return 2 * num_bytes / min(times)
 
 
-@dataclass(slots=True)
-class _Timed:
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    saved_bytes: float = 0.0
-
-    def cost(self, history_bytes: int = 0, pushed_row_bytes: Sequence[int] = ()) -> LayerCost:
-        return LayerCost(
-            self.forward_s,
-            self.backward_s,
-            round(self.saved_bytes),
-            history_bytes,
-            sum(pushed_row_bytes),
-            len(pushed_row_bytes),
-        )
-
-
 def _run(
     layers: Layers,
     segments: Sequence[Segment],
     chunk: Any,
     inputs: PassInputs,
     context: MessageContext | NativeContext,
-) -> list[_Timed]:
-    """Run all segments over `chunk`, forward and backward, each detached from its neighbours."""
+) -> NDArray[np.float64]:
+    """Run all segments over `chunk`, forward and backward, each detached from its neighbours.
+
+    Returns `[num_segments, 3]`: seconds of forward and of backward, bytes saved in between.
+    """
     leaves = {name for s in segments for name in s.inputs if name.startswith("leaf_")}
     known = inputs.slice(chunk, leaves)
-    timed, graphs = [_Timed() for _ in segments], []
+    timed, graphs = np.zeros((len(segments), 3)), []
     parameters = (p for segment in segments for p in segment.module.parameters())
     tensors = [t for t in (*known.values(), *parameters) if isinstance(t, Tensor)]
-    for segment, one in zip(segments, timed, strict=True):
+    devices = {tensor.device for tensor in tensors}
+
+    def now() -> float:
+        for device in devices:
+            synchronize(device)
+        return time.perf_counter()
+
+    for i, segment in enumerate(segments):
         values = {name: _cut_off(known[name], name, layers) for name in segment.inputs}
         sources = [t for t in values.values() if isinstance(t, Tensor) and t.requires_grad]
-        with counting_saved_bytes(tensors) as saved, _clocked(tensors, one, "forward_s"):
+        with counting_saved_bytes(tensors) as saved:
+            start = now()
             run_segments((segment,), values, chunk, context)
-        one.saved_bytes += sum(saved)
+            timed[i, 0] = now() - start
+        timed[i, 2] = sum(saved)
         roots = [values[n] for n in segment.outputs if values[n].requires_grad]
         known |= {name: values[name].detach() for name in segment.outputs}
-        graphs.append((roots, sources))
-    for segment, one, (roots, sources) in reversed(list(zip(segments, timed, graphs, strict=True))):
-        wanted = [*(p for p in segment.module.parameters() if p.requires_grad), *sources]
-        if not roots or not wanted:
-            continue
-        grads = [torch.ones_like(root) for root in roots]
-        with _clocked(tensors, one, "backward_s"):
+        trained = [p for p in segment.module.parameters() if p.requires_grad]
+        graphs.append((roots, trained + sources))
+    for i, (roots, wanted) in reversed(list(enumerate(graphs))):
+        if roots and wanted:
+            grads = [torch.ones_like(root) for root in roots]
+            start = now()
             torch.autograd.grad(roots, wanted, grads, allow_unused=True)
+            timed[i, 1] = now() - start
     return timed
-
-
-@contextmanager
-def _clocked(tensors: Sequence[Tensor], one: _Timed, attribute: str) -> Iterator[None]:
-    devices = {tensor.device for tensor in tensors}
-    for device in devices:
-        synchronize(device)
-    start = time.perf_counter()
-    yield
-    for device in devices:
-        synchronize(device)
-    setattr(one, attribute, time.perf_counter() - start)
 
 
 def synchronize(device: torch.device | None = None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,27 +45,33 @@ class PassInputs(ABC):
         return {} if self._call is None else self._call.weights
 
     def weight_grads(self) -> dict[str, Tensor]:
-        """Return the gradients of the parameters that are leaves, by name.
-
-        Of a table that is divided over shards: of the rows of this shard.
-        """
+        """Return gradients of parameters that are leaves; of divided tables, of own rows."""
         return {n: self._grads[slot] for slot, n in self.weights.items() if slot in self._grads}
 
     def release(self) -> None:
         """Drop the gradients."""
         self._grads.clear()
 
-    @abstractmethod
     def num_rows(self, chunk: Any, value: Value) -> int:
         """Return the rows in `chunk` of a tensor like `value`."""
+        first, end = self.span(chunk, value.kind, value.edge_set)
+        return end - first
+
+    def places(self, chunk: Any, value: Value) -> Tensor:
+        """Return the indices of the rows of `chunk`, `[num_rows]`, in the user's order."""
+        return self._places(chunk, value.kind, value.edge_set)
+
+    def _places(self, chunk: Any, kind: Kind, number: int) -> Tensor:
+        first, end = self.span(chunk, kind, number)
+        return self._order(kind, number)[first:end]
+
+    @abstractmethod
+    def span(self, chunk: Any, kind: Kind, number: int) -> tuple[int, int]:
+        """Return first and last + 1 row of `chunk`, in the order of chunks."""
 
     @abstractmethod
     def num_places(self, value: Value) -> int:
         """Return the rows in all chunks of a tensor like `value`."""
-
-    @abstractmethod
-    def places(self, chunk: Any, value: Value) -> Tensor:
-        """Return the indices of the rows of `chunk`, `[num_rows]`, in the user's order."""
 
     def places_of_shard(self, index: int, value: Value) -> Tensor:
         """Return the places of the rows of a shard, in the user's order."""
@@ -81,6 +86,10 @@ class PassInputs(ABC):
         return torch.zeros_like(self._leaf(slot))
 
     @abstractmethod
+    def _order(self, kind: Kind, number: int) -> Tensor:
+        """Return the user's row at each place in the order of chunks."""
+
+    @abstractmethod
     def _slice(self, chunk: Any, name: str) -> Any: ...
 
     @abstractmethod
@@ -89,12 +98,6 @@ class PassInputs(ABC):
     def _leaf(self, slot: int) -> Tensor:
         assert self._call is not None
         return self._call.leaves[slot]
-
-
-@dataclass(slots=True)
-class _Cached:
-    number: int | None
-    permuted: Tensor
 
 
 class PlannedInputs(PassInputs):
@@ -106,18 +109,15 @@ class PlannedInputs(PassInputs):
     def __init__(self, plan: ChunkPlan) -> None:
         super().__init__()
         self._plan = plan
-        self._cache: dict[str, _Cached] = {}
+        self._cache: dict[str, tuple[int | None, Tensor]] = {}  # number of the leaf, permuted
         self._numbers: Sequence[int | None] = ()
         self._kinds: tuple[Kind, ...] = ()
         self._sets: tuple[int, ...] = ()
 
     def load(self, call: Call, inputs: Inputs, numbers: Sequence[int | None] = ()) -> None:
-        """Use the tensors of `call` in the coming pass.
-
-        The permuted copy of a tensor is reused while its number stays the same and is not None.
-        """
+        """Use the tensors of `call`; copies are reused while their number stays, if not None."""
         self._numbers = numbers or (None,) * len(call.leaves)
-        self._cache = {n: one for n, one in self._cache.items() if one.number is not None}
+        self._cache = {n: one for n, one in self._cache.items() if one[0] is not None}
         self._call, self._kinds, self._sets = call, inputs.kinds, inputs.edge_sets
         self._grads.clear()
 
@@ -142,28 +142,19 @@ class PlannedInputs(PassInputs):
             name += " of all shards"
         return self._permuted(name, slot, edges.edge_perm)
 
-    def edge_bounds(self, chunk: Chunk, edge_set: int) -> tuple[int, int]:
-        """Return first and last + 1 slot of the edges of a set that end in `chunk`."""
-        part = self._edges(chunk, edge_set)[1]
-        return part.edge_start, part.edge_end
+    def span(self, chunk: Chunk, kind: Kind, number: int) -> tuple[int, int]:
+        if kind is not Kind.EDGE:
+            return chunk.start, chunk.end
+        own = self._with_edges(chunk, number)
+        return own.edge_start, own.edge_end
 
-    def num_rows(self, chunk: Chunk, value: Value) -> int:
-        if value.kind is not Kind.EDGE:
-            return chunk.num_nodes
-        first, end = self.edge_bounds(chunk, value.edge_set)
-        return end - first
+    def _order(self, kind: Kind, number: int) -> Tensor:
+        return self._plan.edge_set(number).edge_perm if kind is Kind.EDGE else self._plan.perm
 
     def num_places(self, value: Value) -> int:
         """Return the nodes, or the edges of a set, of all shards."""
         globe, is_edge = self._plan.globe, value.kind is Kind.EDGE
         return globe.edge_set(value.edge_set).edge_perm.numel() if is_edge else globe.num_nodes
-
-    def places(self, chunk: Chunk, value: Value) -> Tensor:
-        """Return the nodes of `chunk`, or its edges of a set, `[num_rows]`."""
-        if value.kind is not Kind.EDGE:
-            return self._plan.perm[chunk.start : chunk.end]
-        edges, part = self._edges(chunk, value.edge_set)
-        return edges.edge_perm[part.edge_start : part.edge_end]
 
     def places_of_shard(self, index: int, value: Value) -> Tensor:
         """Return the nodes of a shard, or its edges of a set, in the order of its rows."""
@@ -189,50 +180,42 @@ class PlannedInputs(PassInputs):
     def _add(self, total: Tensor, slot: int, chunk: Chunk, grad: Tensor) -> None:
         if self._is_divided(slot):
             total[chunk.start : chunk.end] += grad
-        elif self._kinds[slot] is Kind.NODE:
-            total[self._plan.perm[chunk.start : chunk.end]] += grad
-        elif self._kinds[slot] is Kind.EDGE:
-            edges, part = self._edges(chunk, self._sets[slot])
-            total[edges.edge_perm[part.edge_start : part.edge_end]] += grad
-        else:
+        elif self._kinds[slot] is Kind.WHOLE:
             total += grad
+        else:
+            total[self._places(chunk, self._kinds[slot], self._sets[slot])] += grad
 
     def _slice(self, chunk: Chunk, name: str) -> Tensor:
         slot = _slot(name)
-        kind = self._kinds[slot]
+        kind, number, leaf = self._kinds[slot], self._sets[slot], self._leaf(slot)
         if kind is Kind.EDGE_INDEX:
-            return self._edges(chunk, self._sets[slot])[1].edge_index
-        leaf = self._leaf(slot)
+            return self._with_edges(chunk, number).edge_index
         if kind is Kind.WHOLE:
             part = leaf.detach()
-        elif kind is Kind.NODE:
-            nodes = slice(chunk.start, chunk.end)
-            if self._is_divided(slot):
-                assert self._call is not None
-                part = self._call.tables.rows(self.weights[slot], nodes)
-            elif slot in self.weights:  # new rows in each step
-                part = leaf.detach()[self._plan.perm[nodes]]
-            else:
-                part = self._permuted(name, slot, self._plan.perm)[nodes]
+        elif self._is_divided(slot):
+            assert self._call is not None
+            part = self._call.tables.rows(self.weights[slot], slice(chunk.start, chunk.end))
+        elif slot in self.weights:  # new rows in each step
+            part = leaf.detach()[self._places(chunk, kind, number)]
         else:
-            edges, own = self._edges(chunk, self._sets[slot])
-            part = self._permuted(name, slot, edges.edge_perm)[own.edge_start : own.edge_end]
+            first, end = self.span(chunk, kind, number)
+            part = self._permuted(name, slot, self._order(kind, number))[first:end]
         return part.detach().requires_grad_() if leaf.requires_grad else part
 
-    def _edges(self, chunk: Chunk, edge_set: int) -> tuple[ChunkPlan, Chunk]:
-        """Return the plan of an edge set, and the chunk with its edges of that set."""
+    def _with_edges(self, chunk: Chunk, edge_set: int) -> Chunk:
+        """Return the chunk with its edges of a set."""
         edges = self._plan.edge_set(edge_set)
         if edges is self._plan:
-            return edges, chunk
-        return edges, (edges.whole.chunks[0] if chunk.is_whole else edges.chunks[chunk.index])
+            return chunk
+        return edges.whole.chunks[0] if chunk.is_whole else edges.chunks[chunk.index]
 
     def _permuted(self, name: str, slot: int, order: Tensor) -> Tensor:
         number, leaf = self._numbers[slot], self._leaf(slot)
         cached = self._cache.get(name)
-        if cached is None or cached.number != number:
+        if cached is None or cached[0] != number:
             with torch.inference_mode(False), torch.no_grad():
-                cached = self._cache[name] = _Cached(number, leaf.detach()[order])
-        return cached.permuted
+                cached = self._cache[name] = number, leaf.detach()[order]
+        return cached[1]
 
 
 class BatchInputs(PassInputs):
@@ -244,16 +227,15 @@ class BatchInputs(PassInputs):
         self._call, self._graphs, self._plan = call, inputs.graphs, plan
         self._rows = GraphRows(inputs.graphs, plan.order)
 
-    def num_rows(self, chunk: MicroBatch, value: Value) -> int:
-        first, end = self._rows.span(value.kind, value.edge_set, chunk.span)
-        return end - first
+    def span(self, chunk: MicroBatch, kind: Kind, number: int) -> tuple[int, int]:
+        return self._rows.span(kind, number, chunk.span)
+
+    def _order(self, kind: Kind, number: int) -> Tensor:
+        return self._rows.places(kind, number)
 
     def num_places(self, value: Value) -> int:
         first, end = self._rows.span(value.kind, value.edge_set, (0, len(self._plan.order)))
         return end - first
-
-    def places(self, chunk: MicroBatch, value: Value) -> Tensor:
-        return self._places(chunk, value.kind, value.edge_set)
 
     def whole_edge_leaf(self, name: str, *, edge_set: int | None, reverse: bool) -> Tensor | None:
         """Return None: layers run on whole graphs, and read no edges of other chunks."""
@@ -274,10 +256,6 @@ class BatchInputs(PassInputs):
             total += grad
         else:
             total.index_add_(how.dim, self._places(chunk, how.kind, how.number), grad)
-
-    def _places(self, chunk: MicroBatch, kind: Kind, number: int) -> Tensor:
-        first, end = self._rows.span(kind, number, chunk.span)
-        return self._rows.places(kind, number)[first:end]
 
 
 def _slot(name: str) -> int:

@@ -67,7 +67,6 @@ class Step:
         """Run the forward phase; return the outputs on all ranks, `[num_rows, *]` in user order.
 
         With interleaved backwards, `grads_of` is called when the outputs of a chunk are computed.
-        For `arrived` see `run`.
         """
         self._grads_of = grads_of
         self.run(actions, arrived)
@@ -78,8 +77,16 @@ class Step:
     def collect(self) -> list[Tensor]:
         """Broadcast the outputs from the last stage, and return them; a collective call."""
         outputs, self._outputs = self._outputs, []
+        last, shard = self._mesh.num_stages - 1, self.spec.plan.shard
         for output, value in zip(outputs, self.spec.outputs, strict=True):
-            self._share(output, value)
+            if shard is None:
+                self.spec.transport.broadcast(output, self._mesh.rank_of(last), "output")
+                continue
+            for index in range(self._mesh.num_shards):
+                places = self.spec.inputs.places_of_shard(index, value)
+                rows = output[places]
+                self.spec.transport.broadcast(rows, self._mesh.rank_of(last, index), "output")
+                output[places] = rows
         return outputs
 
     def backward(
@@ -108,51 +115,43 @@ class Step:
             for send in arrived.get(action, ()):
                 self.spec.transport.release(_label(send))
 
-    def _share(self, output: Tensor, value: Value) -> None:
-        """Broadcast the rows of `output`, `[num_rows, *]`, from the last stage's ranks."""
-        transport, last = self.spec.transport, self._mesh.num_stages - 1
-        shard = self.spec.plan.shard
-        if shard is None:
-            transport.broadcast(output, self._mesh.rank_of(last), "output")
-            return
-        for index in range(self._mesh.num_shards):
-            places = self.spec.inputs.places_of_shard(index, value)
-            rows = output[places]
-            transport.broadcast(rows, self._mesh.rank_of(last, index), "output")
-            output[places] = rows
-
     def _forward(self, stage: Stage, chunk: Piece) -> None:
         """Compute one chunk on a stage.
 
         Roughly: received = wait(); values = segments(leaves(chunk), received); save for backward.
         """
-        spec = self.spec
-        received = self._wait_forward(stage, chunk)
+        spec, received = self.spec, list[Tensor]()
+        if stage.index > 0:
+            label = Label("forward", chunk.index, stage.index - 1)
+            received = spec.transport.wait_receive(label)
+            for name, tensor in zip(stage.received, received, strict=True):
+                tensor.requires_grad_(spec.is_training and stage.values[name].requires_grad)
         with self.recorder.record(f"{stage.index}F{chunk.index}"):
             leaves = spec.inputs.slice(chunk, stage.leaves)
-            values = {**leaves, **dict(zip(stage.received, received, strict=True))}
+            values = leaves | dict(zip(stage.received, received, strict=True))
             run = run_recomputed if spec.recompute and spec.is_training else run_segments
             run(stage.computed, values, chunk, spec.context, spec.seed_of, stage.sent)
             sent = [values[name] for name in stage.sent]
-            if not spec.is_training:
-                received = []
-            self._chunks[stage.index, chunk.index] = _ChunkState(received, leaves, sent)
             for value, part in zip(_sent_values(stage), sent, strict=True):
                 self._check_rows(chunk, value, part)
             if self._is_last(stage):
                 for output, value, part in zip(self._outputs, spec.outputs, sent, strict=True):
                     output[spec.inputs.places(chunk, value)] = part.detach()
-                if not spec.is_training:
-                    del self._chunks[stage.index, chunk.index]
+            if spec.is_training or not self._is_last(stage):
+                kept = received if spec.is_training else []
+                self._chunks[stage.index, chunk.index] = _ChunkState(kept, leaves, sent)
 
     def _backward(self, stage: Stage, chunk: Piece) -> None:
         """Compute the gradients of one chunk on a stage.
 
         Roughly: autograd.backward(sent, wait()); the gradients are then in received and parameters.
         """
-        spec = self.spec
-        state = self._chunks[stage.index, chunk.index]
-        grads = [] if self._is_last(stage) else self._wait_backward(stage, chunk)
+        spec, state = self.spec, self._chunks[stage.index, chunk.index]
+        grads: list[Tensor] = []
+        if not self._is_last(stage):
+            label = Label("backward", chunk.index, stage.index + 1)
+            received, none = iter(spec.transport.wait_receive(label)), torch.empty(0)
+            grads = [next(received) if one.requires_grad else none for one in _sent_values(stage)]
         with self.recorder.record(f"{stage.index}B{chunk.index}"):
             if self._is_last(stage):
                 assert self._grads_of is not None
@@ -205,23 +204,6 @@ class Step:
         """Start to send `tensors` to the stage `target`."""
         label, codec = Label(kind, chunk.index, stage.index), self.spec.codecs.of(kind)
         self.spec.transport.send(self._rank_of(target), label, tensors, codec)
-
-    def _wait_forward(self, stage: Stage, chunk: Piece) -> list[Tensor]:
-        spec = self.spec
-        if stage.index == 0:
-            return []
-        label = Label("forward", chunk.index, stage.index - 1)
-        received = spec.transport.wait_receive(label)
-        for name, tensor in zip(stage.received, received, strict=True):
-            tensor.requires_grad_(spec.is_training and stage.values[name].requires_grad)
-        return received
-
-    def _wait_backward(self, stage: Stage, chunk: Piece) -> list[Tensor]:
-        """Return one gradient for each sent value; an empty one where no gradient flows."""
-        label = Label("backward", chunk.index, stage.index + 1)
-        received = iter(self.spec.transport.wait_receive(label))
-        known = _sent_values(stage)
-        return [next(received) if value.requires_grad else torch.empty(0) for value in known]
 
     def _is_last(self, stage: Stage) -> bool:
         return stage.index == self.spec.num_stages - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -92,15 +93,12 @@ class RankRecord:
 
 @dataclass(slots=True)
 class Recorder:
-    """Times the compute actions of this rank.
-
-    `spans`: (action, start, end, wait) in seconds. `on_span` gets their number after each action.
-    """
+    """Times this rank's compute actions by the host's monotonic clock; `on_event` counts them."""
 
     rank: int
     waited_s: Callable[[], float]
-    spans: list[tuple[str, float, float, float]] = field(default_factory=list)
-    on_span: Callable[[int], None] | None = None
+    events: list[TraceEvent] = field(default_factory=list)
+    on_event: Callable[[int], None] | None = None
 
     @contextmanager
     def record(self, action: str) -> Iterator[None]:
@@ -109,16 +107,10 @@ class Recorder:
         try:
             yield
         finally:
-            self.spans.append((action, start, time.perf_counter(), self.waited_s() - waited))
-        if self.on_span is not None:
-            self.on_span(len(self.spans))
-
-    def read(self) -> list[TraceEvent]:
-        """Return the events on this host's monotonic clock."""
-        return [
-            TraceEvent(self.rank, action, start * 1e6, end * 1e6, wait * 1e6)
-            for action, start, end, wait in self.spans
-        ]
+            times = start, time.perf_counter(), self.waited_s() - waited
+            self.events.append(TraceEvent(self.rank, action, *(1e6 * one for one in times)))
+        if self.on_event is not None:
+            self.on_event(len(self.events))
 
 
 def merge_stats(
@@ -131,10 +123,9 @@ def merge_stats(
 ) -> PipelineStats:
     """Merge the records of all ranks, in rank order."""
     events = _align(event for one in gathered for event in one.events)
-    kinds = {kind for one in gathered for kind in one.bytes_by_kind}
-    total = {
-        kind: sum(one.bytes_by_kind.get(kind, 0) for one in gathered) for kind in sorted(kinds)
-    }
+    num_bytes = Counter[str]()
+    for one in gathered:
+        num_bytes.update(one.bytes_by_kind)
     span = sum(end - start for start, end in phases(events))
     ranks = range(len(gathered))
     busy = [sum(e.end_us - e.start_us - e.wait_us for e in events if e.rank == r) for r in ranks]
@@ -144,7 +135,7 @@ def merge_stats(
         len(gathered) * num_virtual // (num_stages * num_replicas),
         num_chunks,
         is_exact,
-        total,
+        dict(sorted(num_bytes.items())),
         bubble_frac=sum(waits) / (len(waits) * span) if span else 0.0,
         wait_s=tuple(one / 1e6 for one in waits),
         peak_memory_bytes=tuple(one.peak_memory_bytes for one in gathered),
@@ -155,10 +146,7 @@ def merge_stats(
 
 
 def phases(events: Sequence[TraceEvent]) -> list[tuple[float, float]]:
-    """Return (first start, last end) of the forward and backward phase, in microseconds.
-
-    Return one phase if a rank runs a forward after a backward.
-    """
+    """Return start and end, in microseconds, of forward and backward, or of both if they mix."""
     back = [event for event in events if "B" in event.action]
     ahead = [event for event in events if "B" not in event.action]
     first = {event.rank: event.start_us for event in sorted(back, key=lambda e: -e.start_us)}

@@ -24,56 +24,43 @@ class _OwnMoments(RowMoments):
         return super().sums_of(rows)
 
 
-class _OwnMomentStore(MomentStore):
-    kind = _OwnMoments
-
-
 class ZeroHalo:
     """Serves zeros at the cost of real histories, without transfers from another device."""
 
     shards = None
 
     def __init__(self, plan: ChunkPlan, options: HistoryOptions) -> None:
-        self.moments = _OwnMomentStore(plan.num_chunks)
+        self.moments = MomentStore(plan.num_chunks, _OwnMoments)
         self._num_nodes, self._num_chunks = plan.num_nodes, plan.num_chunks
-        self._options = options
+        self._options, self.is_local = options, options.device is None
+        self.linear_scale = options.method.linear_scale  # differs on dense graphs, at the same cost
         self._zeros: dict[object, Tensor] = {}
-        self.tables: dict[CallKey, Tensor] = {}
-        self.table_bytes: dict[CallKey, int] = {}
-        self.grad_bytes: dict[CallKey, int] = {}
-        self.pushed_row_bytes: dict[CallKey, int] = {}
-
-    @property
-    def is_local(self) -> bool:
-        return self._options.device is None
+        self._tables: dict[CallKey, Tensor] = {}
+        self._bytes: dict[tuple[CallKey, str], int] = {}  # of rows and of gradients
+        self._row_bytes: dict[CallKey, int] = {}
 
     def history_bytes(self, segment: int) -> int:
         """Return the bytes of a layer's histories and gradient buffers on the compute device."""
         if not self.is_local:
             return 0
-        kept = (self.table_bytes, self.grad_bytes)
-        return sum(n for part in kept for key, n in part.items() if key.segment == segment)
+        return sum(n for (key, _), n in self._bytes.items() if key.segment == segment)
 
     def row_bytes(self, segment: int) -> list[int]:
         """Return the bytes of one row in each history of a layer."""
-        return [n for key, n in self.pushed_row_bytes.items() if key.segment == segment]
+        return [n for key, n in self._row_bytes.items() if key.segment == segment]
 
     @property
     def by_chunk(self) -> ZeroHalo:
         other = copy.copy(self)
-        other._num_nodes, other.pushed_row_bytes = self._num_chunks, {}  # rows of chunks, not nodes
+        other._num_nodes, other._row_bytes = self._num_chunks, {}  # rows of chunks, not nodes
         return other
-
-    @property
-    def linear_scale(self) -> float:
-        return self._options.method.linear_scale  # differs on dense graphs, at the same cost
 
     def push(self, key: CallKey, chunk: Chunk, rows: Tensor, *, keeps_old: bool = False) -> None:
         dtype = (self._options.dtype if rows.is_floating_point() else None) or rows.dtype
-        table = self.tables[key] = self._table(rows, dtype)
-        is_kept = self._options.method.snapshot_steps is not None
-        self.table_bytes[key] = table.nbytes * (1 + is_kept)
-        self.pushed_row_bytes[key] = rows[:1].nbytes
+        table = self._tables[key] = self._table(rows, dtype)
+        num_copies = 1 if self._options.method.snapshot_steps is None else 2
+        self._bytes[key, "rows"] = num_copies * table.nbytes
+        self._row_bytes[key] = rows[:1].nbytes
 
     def _table(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a table of zeros that layers share, with every page of memory written."""
@@ -83,7 +70,7 @@ class ZeroHalo:
         return self._zeros[shape, dtype]
 
     def read(self, key: CallKey, chunk: Chunk) -> Tensor:
-        return self.tables[key]
+        return self._tables[key]
 
     def drift(self, key: CallKey, chunk: Chunk) -> None: ...
     def pull(self, key: CallKey, chunk: Chunk, out: Tensor) -> tuple[int, ...]:
@@ -95,16 +82,16 @@ class ZeroHalo:
     ) -> None: ...
 
     def push_grad(self, key: CallKey, chunk: Chunk, grad: Tensor) -> None:
-        self.grad_bytes[key] = self._table(grad, grad.dtype).nbytes
+        self._bytes[key, "grads"] = self._table(grad, grad.dtype).nbytes
 
     def pull_grad(self, key: CallKey, chunk: Chunk, *, is_linear: bool) -> None: ...
     def keep_output(self, key: CallKey, chunk: Chunk, rows: Tensor) -> None: ...
     def kept_output(self, key: CallKey, chunk: Chunk) -> Tensor:
-        return self.tables[key][chunk.start : chunk.end]
+        return self._tables[key][chunk.start : chunk.end]
 
     def add_output_grad(
         self, key: CallKey, chunk: Chunk, grad: Tensor
     ) -> tuple[Tensor, tuple[int, ...] | None]:
         table = self._table(grad, self._options.linear_dtype or grad.dtype)
-        self.grad_bytes[key] = table.nbytes
+        self._bytes[key, "grads"] = table.nbytes
         return table, None

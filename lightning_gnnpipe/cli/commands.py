@@ -11,8 +11,8 @@ import os
 import runpy
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -28,10 +28,10 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lightning_utilities.core.imports import RequirementCache
 
 import lightning_gnnpipe.models  # lets configs name its classes without the package
-from lightning_gnnpipe.errors import ConfigError, Fallbacks, GNNPipeError, first_line
-from lightning_gnnpipe.preview import Preview
+from lightning_gnnpipe.errors import ConfigError, Fallbacks, GNNPipeError
+from lightning_gnnpipe.preview import Preview, words_of
 from lightning_gnnpipe.strategy import GNNPipeStrategy
-from lightning_gnnpipe.user_code import at, is_silent, line_of
+from lightning_gnnpipe.user_code import is_silent
 
 log = logging.getLogger(__name__)
 
@@ -105,13 +105,9 @@ class PlanningTrainer(pl.Trainer):
 class _Raised(BaseException):
     """Carries an error past `except Exception`."""
 
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
-
 
 class TransparentErrorParser(LightningArgumentParser):
-    """Within `raising`, passes on errors of the classes it builds; prints its own without usage.
+    """Passes on, as `_Raised`, errors of the classes it builds; prints its own without usage.
 
     jsonargparse joins the errors of all members of a union into one `ValueError`, which hides
     whether an option was refused or had a wrong type.
@@ -139,16 +135,6 @@ class TransparentErrorParser(LightningArgumentParser):
             super().add_instantiator(build, *args, **kwargs)
 
 
-@contextmanager
-def raising(parser: TransparentErrorParser) -> Iterator[None]:
-    """Raise, unchanged, errors of classes that `parser` builds in the block."""
-    parser.add_instantiator(_build, object, subclasses=True)
-    try:
-        yield
-    except _Raised as raised:
-        raise raised.error from None
-
-
 def _build(class_type: type, *args: Any, **kwargs: Any) -> Any:
     return class_type(*args, **kwargs)
 
@@ -168,9 +154,11 @@ class GNNPipeCLI(LightningCLI):
             callbacks.append(SavePredictions())
 
     def instantiate_classes(self) -> None:
-        assert isinstance(self.parser, TransparentErrorParser)
-        with raising(self.parser):
+        self.parser.add_instantiator(_build, object, subclasses=True)
+        try:
             super().instantiate_classes()
+        except _Raised as raised:
+            raise raised.args[0] from None
 
 
 class SavePredictions(BasePredictionWriter):
@@ -224,11 +212,7 @@ class SaveFitConfig(SaveConfigCallback):
 
 
 class _AtFit(BaseException):
-    """Ends a script at its first `Trainer.fit`."""
-
-    def __init__(self, would_train: bool) -> None:
-        super().__init__()
-        self.would_train = would_train
+    """Ends a script at its first `Trainer.fit`; carries whether the module would be trained."""
 
 
 def check_script(script: str, arguments: Sequence[str], num_devices: int | None = None) -> bool:
@@ -263,11 +247,11 @@ def check_script(script: str, arguments: Sequence[str], num_devices: int | None 
             runpy.run_path(script, run_name="__main__")
             found = "its end"
         except _AtFit as end:
-            return end.would_train
+            return bool(end.args[0])
         except SystemExit as end:
             found = f"its end, with status {end.code}"
         except Exception as error:
-            found = f"{type(error).__name__}: {first_line(error)}{at(line_of(error))}"
+            found = words_of(error)
     raise ConfigError(
         expected="a script that calls Trainer.fit",
         found=found,

@@ -54,12 +54,10 @@ class Codecs(NamedTuple):
     grads: Codec
 
     def of(self, kind: TrafficKind) -> Codec:
-        """Return the codec for messages of this kind."""
         return self.grads if kind in ("backward", "halo_grad") else self.rows
 
     @property
     def is_exact(self) -> bool:
-        """Whether messages arrive unchanged."""
         return self.rows.name == self.grads.name == EXACT
 
 
@@ -95,7 +93,6 @@ class MessageOptions:
     is_async: bool = False
 
     def check(self) -> None:
-        """Raise ConfigError for unknown codecs."""
         codec_names(self.halo_codec, "'halo_codec'")
         codec_names(self.cut_codec, "'cut_codec'")
 

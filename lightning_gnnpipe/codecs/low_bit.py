@@ -18,16 +18,13 @@ plus a key for every row::
 
 Any two of them are independent, so the variance of a sum over rows is that of fresh numbers.
 
-Blocks of rows fit into a core's cache. One 64-bit multiplication packs eight bits into a byte: the
-factor adds up the integer shifted by 56, 49, .. 7 places, which moves each bit to its place in the
-top byte without a carry. To unpack, each byte is looked up.
-
 Source: Sylvie (arXiv 2303.01277), Low-bit Module; minimum and scale are float16 there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from math import inf, prod
 
 import torch
@@ -38,11 +35,8 @@ from lightning_gnnpipe.codecs.payload import Codec
 _NUM_BITS = 24  # resolution of float32 in [0, 1); 8 would shift means by up to 1/512 step
 
 
-class Dither:
-    """Uniform random numbers in [0, 1), added to a tensor block by block.
-
-    `block_shape`: `(rows_per_block, num_channels)`. `seed`: its lower 32 bits count.
-    """
+class _Dither:
+    """Uniform random numbers in [0, 1) for blocks of shape `(rows_per_block, num_channels)`."""
 
     def __init__(
         self, num_rows: int, block_shape: tuple[int, int], seed: int, device: torch.device
@@ -55,8 +49,7 @@ class Dither:
     def add_to(self, values: Tensor, start: int) -> None:
         """Add random numbers to `values`, float32: one block of rows at most, from row `start`."""
         num_rows = values.size(0)
-        mixed = self._mixed[:num_rows]
-        keys = self._keys[start : start + num_rows]
+        mixed, keys = self._mixed[:num_rows], self._keys[start : start + num_rows]
         torch.bitwise_xor(self._block[:num_rows], keys, out=mixed)
         floats = mixed.view(torch.float32)  # in place, to use less of the cache
         floats.copy_(mixed)
@@ -70,14 +63,13 @@ def _draw(count: int, generator: torch.Generator) -> Tensor:
     return pairs.view(torch.int32)[:count].bitwise_and_(2**_NUM_BITS - 1)
 
 
+# Adds up an integer shifted by 56, 49, .. 7 places: each of its eight bits, one per byte, moves to
+# its place in the top byte without a carry.
 _FACTOR = sum(1 << (56 - 7 * place) for place in range(8))
 
 
 def _pack_bits(integers: Tensor, out: Tensor) -> None:
-    """Pack `integers` into `out`, uint8, eight per byte, padded with 0.
-
-    `integers`: int32, 0 or 1 in the lower 8 bits; higher bits are ignored.
-    """
+    """Pack the lowest bits of `integers`, int32, into `out`, uint8: eight per byte, then 0."""
     bits = torch.empty(out.numel() * 8, dtype=torch.uint8, device=out.device)
     bits[: integers.numel()].copy_(integers)
     bits[integers.numel() :].zero_()
@@ -86,16 +78,17 @@ def _pack_bits(integers: Tensor, out: Tensor) -> None:
     out.copy_(words.mul_(_FACTOR).bitwise_right_shift_(56))
 
 
-def _unpack_bits(packed: Tensor, table: Tensor, out: Tensor) -> None:
-    """Undo `_pack_bits`. `table`: `_unpack_table()`. `out`: `[num_bits]`, any dtype."""
-    bits = table.index_select(0, packed.to(torch.int32)).view(torch.uint8)
-    out.copy_(bits[: out.numel()])
+def _unpack_bits(packed: Tensor, count: int) -> Tensor:
+    """Return the first `count` bits that `_pack_bits` has packed, as uint8."""
+    table = _bits_of_bytes(packed.device)
+    return table.index_select(0, packed.to(torch.int32)).view(torch.uint8)[:count]
 
 
-def _unpack_table() -> Tensor:
+@cache
+def _bits_of_bytes(device: torch.device) -> Tensor:
     """Return `[256]` int64: the bits of each byte, one per byte of the integer."""
-    places = torch.arange(8, device="cpu")
-    bits = (torch.arange(256, device="cpu")[:, None] >> places) & 1
+    places = torch.arange(8, device=device)
+    bits = (torch.arange(256, device=device)[:, None] >> places) & 1
     return bits.to(torch.uint8).view(torch.int64).flatten()
 
 
@@ -108,9 +101,8 @@ def _count_rows(shape: Sequence[int]) -> int:
     return shape[0] if shape else 1
 
 
-def _ceil_div(count: int, by: int) -> int:
-    """Return `count / by`, rounded up."""
-    return -(-count // by)
+def _num_bytes(num_values: int, num_bits: int) -> int:
+    return (num_values * num_bits + 7) // 8
 
 
 def _rows_per_block(rows: Tensor) -> int:
@@ -124,9 +116,9 @@ def _split_blocks(
 ) -> Iterator[tuple[Tensor, ...]]:
     """Yield blocks of `rows`, of each tensor in `by_row`, and of `packed` (`num_bits` per code)."""
     block = _rows_per_block(rows)
-    num_bytes = _ceil_div(block * rows.size(1) * num_bits, 8)
     parts = [torch.split(tensor, block) for tensor in (rows, *by_row)]
-    return zip(*parts, torch.split(packed, num_bytes), strict=True)
+    codes = torch.split(packed, _num_bytes(block * rows.size(1), num_bits))
+    return zip(*parts, codes, strict=True)
 
 
 _LEAST_RANGE = 2.0**-117  # keeps 1 / step finite for constant rows, whose codes are 0
@@ -143,10 +135,9 @@ class LowBitCodec(Codec):
         super().__init__(f"int{num_bits}")
         self.num_bits = num_bits
         self.num_steps = 2**num_bits - 1
-        self._tables: dict[torch.device, Tensor] = {}  # of `_unpack_bits`
 
     def _coded_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        return 4 * _count_rows(shape) + _ceil_div(prod(shape) * self.num_bits, 8)
+        return 4 * _count_rows(shape) + _num_bytes(prod(shape), self.num_bits)
 
     def _encode(self, tensor: Tensor, seed: int) -> Tensor:
         rows = tensor.reshape(_count_rows(tensor.shape), -1)
@@ -158,7 +149,7 @@ class LowBitCodec(Codec):
         low, length = _span(ends)
         num_rows, num_channels = rows.shape
         block = _rows_per_block(rows)
-        dither = Dither(num_rows, (block, num_channels), seed, rows.device)
+        dither = _Dither(num_rows, (block, num_channels), seed, rows.device)
         values = torch.empty(block, num_channels, dtype=torch.float32, device=rows.device)
         by_row = low, self.num_steps * _MARGIN / length
         blocks = _split_blocks(rows, by_row, packed, self.num_bits)
@@ -176,21 +167,14 @@ class LowBitCodec(Codec):
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
         is_direct = out.dtype == torch.float32 and out.is_contiguous()
-        values = (
-            out if is_direct else torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        )
+        values = out if is_direct else out.new_empty(out.shape, dtype=torch.float32)
         rows = values.view(_count_rows(out.shape), -1)
         ends, packed = _split(payload, rows.size(0), out.dtype)
         low, length = _span(ends)
-        if self.num_bits == 1 and rows.device not in self._tables:
-            self._tables[rows.device] = _unpack_table().to(rows.device)
-        table = self._tables.get(rows.device)
         by_row = low, length / self.num_steps
         for part, start, step, source in _split_blocks(rows, by_row, packed, self.num_bits):
-            if table is None:
-                part.view(-1).copy_(source)
-            else:
-                _unpack_bits(source, table, part.view(-1))
+            codes = source if self.num_bits == 8 else _unpack_bits(source, part.numel())
+            part.view(-1).copy_(codes)
             part.mul_(step).add_(start)
         if not is_direct:
             out.copy_(values)

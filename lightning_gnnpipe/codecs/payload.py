@@ -83,7 +83,6 @@ class Parcel:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes to receive."""
         return self.place.numel()
 
     def open(self) -> Tensor:

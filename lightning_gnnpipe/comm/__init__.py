@@ -1,7 +1,5 @@
 """All communication between ranks: transport, collectives, process groups."""
 
-from __future__ import annotations
-
 from lightning_gnnpipe.comm.collectives import (
     UNKNOWN_BYTES,
     Collectives,
@@ -20,25 +18,4 @@ from lightning_gnnpipe.comm.groups import (
     first_rank_tells,
     restart_store,
 )
-from lightning_gnnpipe.comm.transport import Exchange, Label, Transport, sum_along_pipe
-
-__all__ = [
-    "GPU_BACKEND",
-    "UNKNOWN_BYTES",
-    "Collectives",
-    "Exchange",
-    "Label",
-    "Members",
-    "Mesh",
-    "Meter",
-    "Transport",
-    "World",
-    "abandon_groups",
-    "cause_of",
-    "choose_wire",
-    "end_groups_at_exit",
-    "first_rank_tells",
-    "is_communication_error",
-    "restart_store",
-    "sum_along_pipe",
-]
+from lightning_gnnpipe.comm.transport import Label, Transport, sum_along_pipe

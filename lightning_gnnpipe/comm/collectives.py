@@ -31,65 +31,32 @@ _LOST = re.compile(
 )
 
 
-class Meter:
-    """Bytes received since the last reset, by kind; `control` is all but the payload of steps."""
-
-    def __init__(self) -> None:
-        self._bytes: Counter[str] = Counter()
-
-    def count(self, kind: TrafficKind, *tensors: Tensor) -> None:
-        """Add the bytes of `tensors` to `kind`."""
-        self.count_bytes(kind, sum(tensor.nbytes for tensor in tensors))
-
-    def count_bytes(self, kind: TrafficKind, num_bytes: int) -> None:
-        """Add `num_bytes` to `kind`."""
-        self._bytes[kind] += num_bytes
-
-    def recount(self, kind: TrafficKind, other: TrafficKind, num_bytes: int) -> None:
-        """Move `num_bytes` from `kind` to `other`."""
-        self._bytes[kind] -= num_bytes
-        self._bytes[other] += num_bytes
+class Meter(Counter[str]):
+    """Bytes received in a step, by kind; `control` is all but the payload of steps."""
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Count nothing within the block."""
-        before = self._bytes.copy()
+        before = dict(self)
         try:
             yield
         finally:
-            self._bytes = before
-
-    def read(self) -> dict[str, int]:
-        """Return bytes by kind."""
-        return dict(self._bytes)
-
-    def reset(self) -> None:
-        """Set all counts to 0."""
-        self._bytes.clear()
+            self.clear()
+            self.update(before)
 
 
 class Collectives:
-    """Collective calls over `members`, by default all ranks. With one rank, nothing is sent.
+    """Collective calls over `members`. With one rank, nothing is sent.
 
     `answers`: handlers of requests in a meeting, by text. A handler gets the texts of all ranks.
     """
 
-    def __init__(
-        self,
-        world: World,
-        meter: Meter,
-        members: Members | None = None,
-        watch: Watch | None = None,
-    ) -> None:
-        self.world = world
-        self.meter = meter
-        self.watch = Watch(world.rank, world.size) if watch is None else watch
-        self.members = Members(range(world.size)) if members is None else members
+    def __init__(self, world: World, meter: Meter, members: Members, watch: Watch) -> None:
+        self.world, self.meter, self.members, self.watch = world, meter, members, watch
         self.answers: dict[str, Callable[[Sequence[str]], None]] = {}
 
     @property
     def has_others(self) -> bool:
-        """Whether more than one rank takes part."""
         return len(self.members.ranks) > 1
 
     def broadcast(self, tensor: Tensor, source: int, kind: TrafficKind) -> None:
@@ -101,7 +68,7 @@ class Collectives:
             dist.broadcast(payload, source, group=self.members.group)
         bring(payload, tensor)
         if self.world.rank != source:
-            self.meter.count(kind, tensor)
+            self.meter[kind] += tensor.nbytes
 
     def all_reduce(self, tensor: Tensor, kind: TrafficKind) -> None:
         """Sum `tensor` over the ranks, in place."""
@@ -139,7 +106,7 @@ class Collectives:
         with self.explained(what):
             dist.all_gather(found, own, group=self.members.group)
             ranks = [one.tolist() for one in found]
-        self.meter.count("control", *found)
+        self.meter["control"] += len(found) * own.nbytes
         texts = [
             struct.pack("<8q", *one[:8]).rstrip(b"\0").decode(errors="replace") for one in ranks
         ]
@@ -212,7 +179,7 @@ class Collectives:
         """Count this rank's part of the 2 (n - 1) `num_bytes` that a ring of n ranks receives."""
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         total = 2 * (size - 1) * num_bytes
-        self.meter.count_bytes(kind, total * (rank + 1) // size - total * rank // size)
+        self.meter[kind] += total * (rank + 1) // size - total * rank // size
 
     @contextmanager
     def explained(self, what: str, num_bytes: int = 0) -> Iterator[None]:

@@ -1,19 +1,6 @@
 """The device mesh `data x pipe x graph`, the place of this rank in it, and process groups.
 
-    rank = (replica * num_stages + stage) * num_shards + shard     ranks of one stage are neighbours
-
-A rank holds the layers of its stage, for the nodes of its shard and the batches of its replica.
-Activations of chunks travel along the pipe axis, rows of neighbouring nodes along the graph axis,
-gradients along the data axis.
-
-What process groups need:
-
-- torchrun with its static rendezvous (the default on one node) keeps one store over restarts. It
-  still holds the addresses of ranks that have ended, and new ranks would wait for them.
-- GPU_BACKEND uses gloo for CPU tensors and NCCL for GPU tensors. NCCL refuses two ranks on one GPU.
-  `cuda:0` of two processes can be different GPUs, so ranks compare names of GPUs through gloo.
-- NCCL has no tags: it matches the messages of two ranks by their order. So in the schedule a rank
-  sends in the order in which its peer receives.
+Ranks of one stage are neighbours: rank = (replica * num_stages + stage) * num_shards + shard.
 """
 
 from __future__ import annotations
@@ -29,7 +16,7 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroup, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_gnnpipe._compat_torch import default_store
@@ -39,7 +26,7 @@ _ERROR = "gnnpipe_error"
 _LONGEST_WAIT = timedelta(seconds=2)
 _made: list[ref[ProcessGroup]] = []  # the default group, if the package created it
 log = logging.getLogger(__name__)
-GPU_BACKEND = "cpu:gloo,cuda:nccl"
+GPU_BACKEND = "cpu:gloo,cuda:nccl"  # gloo for CPU tensors, NCCL for GPU tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +45,10 @@ class World:
 
     @property
     def is_root(self) -> bool:
-        """Whether this is rank 0."""
         return self.rank == 0
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is more than one rank."""
         return self.size > 1
 
     @property
@@ -73,7 +58,6 @@ class World:
 
     @property
     def replica_size(self) -> int:
-        """Ranks of one replica."""
         return self.size // self.num_replicas
 
 
@@ -98,6 +82,8 @@ class Members:
 class Mesh:
     """This rank's place among `num_stages` (S), `num_shards` (G) and `num_replicas` (R).
 
+    It holds the layers of its stage, for the nodes of its shard and the batches of its replica.
+
     Attributes:
         shards: The ranks of this stage of this replica.
         own_replica: The ranks of this replica.
@@ -117,27 +103,22 @@ class Mesh:
 
     @property
     def replica(self) -> int:
-        """This rank's replica, from 0."""
         return self.rank // (self.num_stages * self.num_shards)
 
     @property
     def stage(self) -> int:
-        """This rank's stage, from 0."""
         return self.rank // self.num_shards % self.num_stages
 
     @property
     def shard(self) -> int:
-        """This rank's shard, from 0."""
         return self.rank % self.num_shards
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank holds the first stage."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank holds the last stage."""
         return self.stage == self.num_stages - 1
 
     def rank_of(self, stage: int, shard: int | None = None) -> int:
@@ -148,7 +129,6 @@ class Mesh:
 
 def make_mesh(world: World, num_stages: int, num_shards: int) -> Mesh:
     """Create the mesh and its process groups; a collective call."""
-    assert num_stages * num_shards == world.replica_size
     ranks = torch.arange(world.size).view(world.num_replicas, num_stages, num_shards)
     everyone = _own(world, [list(range(world.size))])
     replicas = ranks.flatten(1).t().tolist()
@@ -211,15 +191,15 @@ def _end_groups() -> None:
 
 
 def _is_ours() -> bool:
-    """Whether the package created the default group."""
     return any(one() is dist.group.WORLD for one in _made)
 
 
 def restart_store(address: str, port: int, timeout: timedelta) -> Store | None:
     """Return a store for this restart of torchrun; None if no new store is needed.
 
-    Only on one node, because torchrun counts restarts per node. On several nodes,
-    ``--rdzv-backend=c10d`` creates a new store for each restart.
+    With its static rendezvous torchrun keeps one store over restarts. It still holds the addresses
+    of ranks that have ended, and new ranks would wait for them. Only on one node, because torchrun
+    counts restarts per node; on several, ``--rdzv-backend=c10d`` creates a new store for each.
     """
     world_size = os.environ.get("WORLD_SIZE", "")
     is_one_node = world_size == os.environ.get("LOCAL_WORLD_SIZE")
@@ -230,31 +210,27 @@ def restart_store(address: str, port: int, timeout: timedelta) -> Store | None:
 
 
 def choose_wire(device: torch.device, backend: str) -> torch.device:
-    """Return the device that messages are sent from; a collective call on the default group."""
-    if device.type != "cuda" or backend == "gloo":
-        return torch.device("cpu") if backend == "gloo" else device
-    if backend != GPU_BACKEND:  # chosen by the user
+    """Return the device that messages are sent from; a collective call on the default group.
+
+    NCCL refuses two ranks on one GPU. `cuda:0` of two processes can be different GPUs, so ranks
+    compare names of GPUs through gloo.
+    """
+    if backend == "gloo":
+        return torch.device("cpu")
+    if device.type != "cuda" or backend != GPU_BACKEND:  # the latter: chosen by the user
         return device
     found: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(found, gpu_name(device))
-    shared = ranks_that_share(found)
-    if not shared:
+    crowded = next((gpu for gpu in found if found.count(gpu) > 1), None)
+    if crowded is None:
         return device
+    shared = [rank for rank, gpu in enumerate(found) if gpu == crowded]
     Fallbacks(log, is_quiet=dist.get_rank() != 0).tell(
         f"Ranks {' and '.join(map(str, shared))} share a GPU, which NCCL does not support",
         origin="NCCL",
         to="gloo, which sends messages through the CPU",
     )
     return torch.device("cpu")
-
-
-def ranks_that_share(gpus: Sequence[str]) -> list[int]:
-    """Return the ranks on the first GPU that has several; empty if no GPU has."""
-    for gpu in gpus:
-        ranks = [rank for rank, one in enumerate(gpus) if one == gpu]
-        if len(ranks) > 1:
-            return ranks
-    return []
 
 
 def gpu_name(device: torch.device) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from lightning_gnnpipe.codecs import Codec, Parcel
 from lightning_gnnpipe.comm.collectives import Collectives, Meter, bring
 from lightning_gnnpipe.comm.groups import Members, World, make_mesh
+from lightning_gnnpipe.comm.watch import Watch
 from lightning_gnnpipe.types import TrafficKind
 
 PLAIN = Codec()  # no encoding
@@ -48,7 +48,7 @@ class Transport(Collectives):
     """
 
     def __init__(self, world: World, layout: tuple[int, int], meter: Meter) -> None:
-        super().__init__(world, meter)
+        super().__init__(world, meter, Members(range(world.size)), Watch(world.rank, world.size))
         with self.explained("assign ranks to {} stages of {} shards".format(*layout)):
             self.mesh = make_mesh(world, *layout)
         self.members = self.mesh.own_replica
@@ -59,7 +59,8 @@ class Transport(Collectives):
         self.waited_s = 0.0
         self._sends: list[tuple[Label, Any, Tensor]] = []
         self._receives: dict[Label, tuple[list[Any], list[Parcel]]] = {}
-        self._seed = self._run = 0
+        self._run = 0
+        self.seed = 0  # of the codecs in this step; each message takes the next
 
     def begin_run(self, is_stopping: Callable[[], bool]) -> None:
         """Start the watch, and use new tags: messages of an earlier run may be in flight."""
@@ -68,14 +69,6 @@ class Transport(Collectives):
         if self.world.is_distributed:
             self._run = (self._run + 1) % _MAX_RUNS
             self.watch.start(is_stopping)
-
-    def end_run(self) -> None:
-        """Stop the watch."""
-        self.watch.stop()
-
-    def begin_step(self, seed: int) -> None:
-        """Seed the codecs; each message takes the next seed."""
-        self._seed = seed
 
     def post_receive(
         self, source: int, label: Label, buffers: Sequence[Tensor], codec: Codec = PLAIN
@@ -97,7 +90,7 @@ class Transport(Collectives):
         with self.explained(f"wait for {label.kind} data of chunk {label.chunk}", num_bytes):
             for work in works:
                 work.wait(self.world.timeout)
-        self.meter.count_bytes(label.kind, num_bytes)
+        self.meter[label.kind] += num_bytes
         return [parcel.open() for parcel in parcels]
 
     def send(
@@ -114,7 +107,6 @@ class Transport(Collectives):
 
     @property
     def num_sends(self) -> int:
-        """Tensors sent and not yet waited for."""
         return len(self._sends)
 
     def release(self, label: Label) -> None:
@@ -186,8 +178,11 @@ class Transport(Collectives):
         sends: Sequence[tuple[int, Tensor]],
         receives: Sequence[tuple[int, Tensor]],
         codec: Codec = PLAIN,
-    ) -> Exchange:
-        """Start to swap (rank, tensor) pairs; the ranks must make the same calls in this order."""
+    ) -> Callable[[], list[Tensor]]:
+        """Start to swap (rank, tensor) pairs; the ranks must make the same calls in this order.
+
+        Returns the function that waits for all sends and receives and returns the received tensors.
+        """
         parcels = [Parcel(buffer, codec, self.world.wire_device) for _, buffer in receives]
         payloads = [(rank, self._encode(tensor, codec)) for rank, tensor in sends]
         group = self.members.group
@@ -204,13 +199,21 @@ class Transport(Collectives):
             ]
             # Batched, because otherwise NCCL waits for each receive before it sends.
             works = dist.batch_isend_irecv(ops) if ops else []
-        kept = [payload for _, payload in payloads]
-        self.meter.count_bytes(kind, sum(parcel.num_bytes for parcel in parcels))
-        return Exchange(self, kind, works, parcels, kept)
+        num_bytes = sum(parcel.num_bytes for parcel in parcels)
+        self.meter[kind] += num_bytes
+
+        def wait() -> list[Tensor]:
+            with self.explained(f"wait for {kind} data", num_bytes), self.waiting():
+                for work in works:
+                    work.wait(self.world.timeout)
+            payloads.clear()  # alive until here
+            return [parcel.open() for parcel in parcels]
+
+        return wait
 
     def _encode(self, tensor: Tensor, codec: Codec) -> Tensor:
-        self._seed += 1
-        return self._on_wire(codec.encode(tensor, self._seed))
+        self.seed += 1
+        return self._on_wire(codec.encode(tensor, self.seed))
 
     def _tag(self, label: Label, index: int) -> int:
         """Return a tag that is unique among the messages in flight between two ranks."""
@@ -227,27 +230,6 @@ class Transport(Collectives):
             yield
         finally:
             self.waited_s += time.perf_counter() - start
-
-
-@dataclass(slots=True)
-class Exchange:
-    """Tensors in flight in both directions."""
-
-    _transport: Transport
-    _kind: TrafficKind
-    _works: list[Any]
-    _parcels: list[Parcel]
-    _sent: list[Tensor]
-
-    def wait(self) -> list[Tensor]:
-        """Wait for all sends and receives; return the received tensors."""
-        transport = self._transport
-        num_bytes = sum(parcel.num_bytes for parcel in self._parcels)
-        with transport.explained(f"wait for {self._kind} data", num_bytes), transport.waiting():
-            for work in self._works:
-                work.wait(transport.world.timeout)
-        self._sent.clear()
-        return [parcel.open() for parcel in self._parcels]
 
 
 def sum_along_pipe(
@@ -269,14 +251,15 @@ def sum_along_pipe(
     bits. The ranks must make the same calls in the same order, with no other message in flight
     between them. The last `num_flags` elements count as control.
     """
-    mesh, label = transport.mesh, Label(kind, number)
+    mesh, label, flag_bytes = transport.mesh, Label(kind, number), num_flags * own.element_size()
     place = stages.index(mesh.stage)
     later = None if place + 1 == len(stages) else mesh.rank_of(stages[place + 1])
 
     def receive(source: int) -> Tensor:
         transport.post_receive(source, label, [torch.empty_like(own)])
         [received] = transport.wait_receive(label)
-        transport.meter.recount(kind, "control", num_flags * own.element_size())
+        transport.meter[kind] -= flag_bytes
+        transport.meter["control"] += flag_bytes
         return received
 
     total = own if later is None else own + receive(later)

@@ -1,10 +1,5 @@
 """A thread on each rank that ends waits which cannot succeed.
 
-    rank 0: waits for rank 1   rank 1: fails
-    thread: reads the cause  <-- store <--  writes the cause, ends
-    thread: breaks the groups
-    rank 0: fails, with that cause
-
 A rank waits in C++, where neither another rank's error nor a signal reaches it. The thread polls
 the rendezvous store and the received signals. It breaks this rank's process groups if
 
@@ -90,7 +85,6 @@ class Watch:
         work.start()
 
     def stop(self) -> None:
-        """Stop the thread, and restore the signal wakeup file descriptor."""
         if self._thread is None:
             return
         self._stopped.set()
@@ -228,7 +222,6 @@ class Watch:
             return None
 
     def _read_cause(self) -> Exception | None:
-        """Return the published cause as an error, if there is one."""
         cause = f"{self._prefix}cause"
         if not self._store.check([cause]):
             return None

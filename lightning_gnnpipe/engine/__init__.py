@@ -1,13 +1,4 @@
 """The engine: one forward of the pipelined module, from the user's call to its outputs."""
 
-from __future__ import annotations
-
 from lightning_gnnpipe.engine.engine import PipelineEngine
 from lightning_gnnpipe.engine.resume import RankHistories, RunState, SavedRun
-
-__all__ = [
-    "PipelineEngine",
-    "RankHistories",
-    "RunState",
-    "SavedRun",
-]

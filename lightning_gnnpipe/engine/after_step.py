@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from math import isfinite
 
 from torch import nn
 
-from lightning_gnnpipe.chunks import PipelineStats, merge_stats
+from lightning_gnnpipe.chunks import PipelineStats, RankRecord, merge_stats, peak_memory_bytes
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.histories import PlannedGraph
 from lightning_gnnpipe.errors import ConfigError, Fallbacks
 from lightning_gnnpipe.layers import tracks_statistics
 from lightning_gnnpipe.stages import Layers
 from lightning_gnnpipe.staleness import Staleness
-from lightning_gnnpipe.steps import PassRecord
+from lightning_gnnpipe.steps.training import PassRecord
 
 log = logging.getLogger(__name__)
 
@@ -32,21 +32,18 @@ class LastStep:
     def recount(self) -> None:
         """Add traffic after the step's backward."""
         if self.record is not None:
-            self.record = replace(self.record, bytes_by_kind=self._transport.meter.read())
+            self.record = replace(self.record, bytes_by_kind=dict(self._transport.meter))
 
     def stats(self) -> PipelineStats:
         """Return the step's statistics over all ranks; collective."""
         record, transport = self._record(), self._transport
-        own = record.of_rank(transport.world.device)
+        memory = peak_memory_bytes(transport.world.device)
+        own = RankRecord(record.events, record.bytes_by_kind, memory)
         gathered = transport.everyone.all_gather_objects(own)
         mesh, num_virtual = transport.mesh, record.num_virtual
+        num_stages, num_replicas = mesh.num_stages * num_virtual, mesh.num_replicas
         return merge_stats(
-            gathered,
-            mesh.num_stages * num_virtual,
-            record.num_chunks,
-            record.is_exact,
-            mesh.num_replicas,
-            num_virtual,
+            gathered, num_stages, record.num_chunks, record.is_exact, num_replicas, num_virtual
         )
 
     def staleness(self) -> dict[int, Staleness]:
@@ -81,15 +78,9 @@ class LossGuard:
     jumps out; `num_steps` counts steps since the last jump.
     """
 
-    def __init__(
-        self,
-        losses: Sequence[float] = (),
-        num_steps: int = _PAUSE,
-        *,
-        was_exact: bool = True,
-        is_quiet: bool = False,
-    ) -> None:
-        self.losses, self.num_steps, self.was_exact = tuple(losses), num_steps, was_exact
+    def __init__(self, *, is_quiet: bool = False) -> None:
+        self.losses: tuple[float, ...] = ()
+        self.num_steps, self.was_exact = _PAUSE, True
         self._fallbacks = Fallbacks(log, is_quiet=is_quiet)
 
     def sees_jump(self, loss: float, *, is_exact: bool) -> bool:
@@ -103,7 +94,15 @@ class LossGuard:
             return False
         if self._is_above(loss) and not was_exact and self.num_steps > _PAUSE:
             self.num_steps = 0
-            self._tell(loss)
+            self._fallbacks.tell(
+                f"The training loss jumped to {loss:.4g} after a pipelined step (at most "
+                f"{max(self.losses):.4g} before)",
+                origin="pipelined steps",
+                to="one exact step",
+                remedy="If it jumps again, lower the learning rate, use fewer chunks, train more "
+                "of the first epochs exactly (StalenessWarmup), or refresh the histories "
+                "(EmbeddingRefresh). Shown once. GNNPipeStrategy(guard=False) switches this off.",
+            )
             return True
         self.losses = (*self.losses, loss)[-_WINDOW:]
         return False
@@ -113,17 +112,6 @@ class LossGuard:
             return False
         high, low = max(self.losses), min(self.losses)
         return loss > high + _FACTOR * max(high - low, abs(high))
-
-    def _tell(self, loss: float) -> None:
-        self._fallbacks.tell(
-            f"The training loss jumped to {loss:.4g} after a pipelined step (at most "
-            f"{max(self.losses):.4g} before)",
-            origin="pipelined steps",
-            to="one exact step",
-            remedy="If it jumps again, lower the learning rate, use fewer chunks, train more of "
-            "the first epochs exactly (StalenessWarmup), or refresh the histories "
-            "(EmbeddingRefresh). Shown once. GNNPipeStrategy(guard=False) switches this off.",
-        )
 
 
 class RunningStatistics:
@@ -135,12 +123,11 @@ class RunningStatistics:
     equal on all ranks.
     """
 
-    def __init__(self, names: Iterable[str] = (), *, is_quiet: bool) -> None:
-        self.stale = set(names)
+    def __init__(self, *, is_quiet: bool) -> None:
+        self.stale: set[str] = set()
         self._is_quiet = is_quiet
 
     def note_pipelined(self, norms: Mapping[str, nn.Module]) -> None:
-        """Mark the norms whose statistics a pipelined step updates."""
         self.stale |= {name for name, norm in norms.items() if tracks_statistics(norm)}
 
     @contextmanager

@@ -103,17 +103,33 @@ class EngineChecks:
 
     def hooks(self) -> None:
         """Refuse hooks on layers and weights that would run differently in a pipeline."""
-        check_hooks(
-            self._model.module, is_whole=self._is_whole, runs_again=self._batches.needs_loss
-        )
+        module = self._model.module
+        place = next(_hooked_modules(module, self._batches.needs_loss), None)
+        if place is not None:
+            raise UnsupportedError(
+                expected="no hooks on layers of the pipelined module, which run once for each "
+                "chunk",
+                found=place,
+                remedy="Return what the hook looks at from the forward of the pipelined module, or "
+                "put the hook on that module itself: there it gets all rows (with "
+                "schedule='fill_drain').",
+            )
+        hooked = (name for name, one in module.named_parameters() if any(hooks_of_parameter(one)))
+        if not self._is_whole and (name := next(hooked, None)) is not None:
+            raise UnsupportedError(
+                expected="no hooks on weights of the pipelined module, whose gradients come "
+                "chunk by chunk",
+                found=f"one on '{name}'",
+                remedy="Read or change the gradients in on_after_backward or "
+                "on_before_optimizer_step, where p.grad is whole; "
+                "gradient_clip_algorithm='value' clips each number.",
+            )
 
     def _tell_of_idle(self) -> None:
         chunks, histories = self._options.chunks, self._options.histories
+        partition = chunks.partition if isinstance(chunks.partition, str) else "given"
         given = {
-            "partition": (
-                chunks.partition if isinstance(chunks.partition, str) else "given",
-                "metis",
-            ),
+            "partition": (partition, "metis"),
             "cross_chunk_edges": (chunks.cross_edges, "keep"),
             "chunk_order": (self._options.chunk_order, "shuffled"),
             "staleness": (name_method(histories.method), "drift"),
@@ -161,7 +177,7 @@ class EngineChecks:
                 f"'{next(iter(norms))}' normalises over all nodes, by other statistics in "
                 "training than in validation"
             )
-            remedy = "This is how networks with such norms train by default."
+            remedy = "This is the default for such norms: there is nothing to do."
         elif self._options.messages.is_async:
             why = "With async_halo shards do not wait for the rows of validation"
             remedy = "This is a part of asynchronous training."
@@ -196,7 +212,8 @@ class EngineChecks:
 
     def loss_of_rows(self) -> None:
         """Warn once that histories are dropped after a failed step."""
-        if any(own.filled and own.graph.plan.num_chunks > 1 for own in self._graphs.inputs):
+        known = self._graphs.inputs.kept.values()
+        if any(own.filled and own.graph.plan.num_chunks > 1 for own in known):
             self._fallbacks.tell(
                 "The last step failed midway, or its loss or gradients were not finite",
                 origin="pipelined steps",
@@ -224,31 +241,6 @@ class EngineChecks:
 
 # Hooks of libraries only prepare weights, or record names and times.
 _LIBRARIES = ("torch.", "torch_geometric.", "lightning.", "pytorch_lightning.")
-
-
-def check_hooks(module: nn.Module, *, is_whole: bool, runs_again: bool) -> None:
-    """Refuse hooks that run differently in a pipeline; hooks of weights only unless `is_whole`."""
-    place = next(_hooked_modules(module, runs_again), None)
-    if place is not None:
-        raise UnsupportedError(
-            expected="no hooks on layers of the pipelined module, which run once for each chunk",
-            found=place,
-            remedy="Return what the hook looks at from the forward of the pipelined module, or "
-            "put the hook on that module itself: there it gets all rows (with "
-            "schedule='fill_drain').",
-        )
-    if is_whole:
-        return
-    for name, parameter in module.named_parameters():
-        if any(hooks_of_parameter(parameter)):
-            raise UnsupportedError(
-                expected="no hooks on weights of the pipelined module, whose gradients come "
-                "chunk by chunk",
-                found=f"one on '{name}'",
-                remedy="Read or change the gradients in on_after_backward or "
-                "on_before_optimizer_step, where p.grad is whole; "
-                "gradient_clip_algorithm='value' clips each number.",
-            )
 
 
 def _hooked_modules(module: nn.Module, runs_again: bool) -> Iterator[str]:

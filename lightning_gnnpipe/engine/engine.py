@@ -26,31 +26,26 @@ from lightning_gnnpipe.engine.checks import EngineChecks
 from lightning_gnnpipe.engine.histories import RowState
 from lightning_gnnpipe.engine.identity import InputIdentity, InputKey
 from lightning_gnnpipe.engine.known_graphs import GraphCache
-from lightning_gnnpipe.engine.passes import GraphPasses, run_exact
+from lightning_gnnpipe.engine.passes import GraphPasses
 from lightning_gnnpipe.engine.resume import RankHistories, RunState, SavedRun, save_rank
 from lightning_gnnpipe.graph import ContentNumbers
 from lightning_gnnpipe.layers import guard_losses
 from lightning_gnnpipe.schedule import add_transfers, fill_drain
 from lightning_gnnpipe.selfcheck import PipelinedMethods, raising_wrong_arguments
 from lightning_gnnpipe.steps import (
-    Agreed,
     Controls,
     EngineOptions,
     Mode,
     PassSeeds,
-    PassState,
     PipelinedModel,
     SignalBits,
-    StepContext,
     TrainingPass,
-    agree,
-    average_replicated,
-    batch_number,
     graph_of_node,
-    join,
     num_nodes,
-    without_gradients,
 )
+from lightning_gnnpipe.steps.gradient_sums import average_replicated, without_gradients
+from lightning_gnnpipe.steps.step_context import Agreed, StepContext, agree, batch_number
+from lightning_gnnpipe.steps.training import PassState, join
 
 _MASK = (1 << 62) - 1
 
@@ -112,7 +107,6 @@ class PipelineEngine:
         self._unguard = guard_losses(self.model.intercepted.convs)
 
     def detach(self) -> None:
-        """Restore the module's own methods."""
         self.methods.detach()
         self._unguard()
 
@@ -167,7 +161,7 @@ class PipelineEngine:
         )
         if agreed.is_lost:
             self._checks.loss_of_rows()
-            self.graphs.drop_histories()
+            self.graphs.inputs.drop_rows()
             self._state.settle()
             self._loss = 0.0
         self._checks.support(has_graphs)
@@ -213,7 +207,7 @@ class PipelineEngine:
 
     def note_validation(self) -> None:
         """Record the end of a validation, and whether it renewed histories."""
-        for own in self.graphs.inputs:
+        for own in self.graphs.inputs.kept.values():
             own.was_renewed = own.state is RowState.RENEWED
         self.statistics.warn()
 
@@ -255,19 +249,17 @@ class PipelineEngine:
             number: list(saved.parts[world.rank :: world.size])
             for number, saved in self.graphs.inputs.saved.items()
         }
-        found |= {number: [save_rank(own)] for number, own in self._passes.kept_inputs()}
+        found |= {number: [save_rank(own)] for number, own in self._passes.kept_inputs().items()}
         return {world.rank: found} if found else {}
 
     def resume(self, saved: SavedRun) -> None:
         """Continue a saved run; the first step on an input takes its saved histories."""
-        self._saved, state = saved, saved.state
+        self._saved, state, guard = saved, saved.state, self._guard
         self.num_training_passes = state.num_training_passes
         self._seeds.num_inferences = state.num_inferences
-        is_quiet = not self.transport.world.is_root
-        self._guard = LossGuard(
-            state.losses, state.steps_since_jump, was_exact=state.was_exact, is_quiet=is_quiet
-        )
-        self.statistics = RunningStatistics(state.stale_norms, is_quiet=is_quiet)
+        guard.losses, guard.num_steps = tuple(state.losses), state.steps_since_jump
+        guard.was_exact = state.was_exact
+        self.statistics.stale = set(state.stale_norms)
         self._has_jumped = self.options.guards_loss and state.steps_since_jump == 0
         self.model.preferred = state.stage_layers
 
@@ -289,7 +281,8 @@ class PipelineEngine:
         if not needs_no_history and (is_resumed or known.saved):
             self._passes.take_saved(own, key.number, mode, is_resumed=is_resumed)
         if self.controls.refreshes:
-            known.ask_refresh()
+            for one in known.kept.values():
+                one.ask_refresh()
         is_new = mode.reads not in own.filled and not needs_no_history
         if is_new and not is_exact and own.filled:
             self._checks.new_reads()
@@ -309,15 +302,12 @@ class PipelineEngine:
         self._was_exact = is_exact and (is_first or bool(self._was_exact))
         self._has_jumped = False
         if not is_exact and not needs_no_history:
-            averages = self.step.averages_weights
-            self._checks.rows(own, number, averages_weights=averages)
-        norms = self.model.intercepted.norms
-        if norms and not is_exact:
-            self.statistics.note_pipelined(norms)
+            self._checks.rows(own, number, averages_weights=self.step.averages_weights)
+        if not is_exact:
+            self.statistics.note_pipelined(self.model.intercepted.norms)
         own.inputs.load(call, inputs, key.leaves)
         output = self._run(running, call, mode)
-        own.note_step()
-        own.last_step, own.frozen = number, mode.frozen
+        own.state, own.last_step, own.frozen = RowState.WRITTEN, number, mode.frozen
         if is_exact:
             own.filled = {mode.reads}
         return output
@@ -335,7 +325,7 @@ class PipelineEngine:
         self._saved = self._was_exact = None  # batches of graphs have no histories
         self._state.begin()
         mode = self.batches.mode(call, inputs)
-        codecs = self._passes.cut_codecs(self.controls.is_exact)
+        codecs = self._passes.cut_codecs[self.controls.is_exact]
         return self._run(self.batches.training(mode, call, inputs, codecs), call, mode)
 
     def _run(self, running: TrainingPass, call: Call, mode: Mode) -> Any:
@@ -388,12 +378,11 @@ class PipelineEngine:
         call = self.model.place_tables(call, inputs, mode, graph.plan, trains=False)
         planned.load(call, inputs, key.leaves)
         context = own.writing if renews and own is not None else graph.reading
-        spec = replace(self._passes.open_exact(mode, graph, context), inputs=planned)
         replaces = self.step.is_validating and bool(self.statistics.stale) and own is not None
         replaced = self.statistics.replaced(graph, mode.layers) if replaces else nullcontext()
         with self.transport.meter.paused(), replaced:
-            outputs = run_exact(spec, self.model)
-        spec.inputs.release()
+            outputs = self._passes.run_exact(mode, graph, context, planned)
+        planned.release()
         if renews and own is not None:
             own.renew()
             self._state.settle()

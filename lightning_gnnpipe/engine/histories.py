@@ -34,7 +34,7 @@ class PlannedGraph:
     ) -> None:
         self.plan, self.is_complete, self.cut_frac = plan, is_complete, cut_frac
         self.inputs = PlannedInputs(plan)
-        store = None if plan.shard is None else SharedStore(plan, transport, None)
+        store = None if plan.shard is None else SharedStore(plan, transport, keeps_rows=False)
         self.reading = MessageContext(store, plan)
 
 
@@ -85,10 +85,6 @@ class Histories:
         takes = self.store.options.method.takes_validation or is_asked
         return takes and step > 0 and self.state is not RowState.RENEWED
 
-    def note_step(self) -> None:
-        """Record that a training step has read the rows."""
-        self.state = RowState.WRITTEN
-
     def renew(self) -> None:
         """Record that an exact pass without dropout has written all rows."""
         self.store.on_renewed()
@@ -96,24 +92,23 @@ class Histories:
 
     def drain(self) -> None:
         """Wait for messages between shards, and discard them."""
-        if isinstance(self.writing.store, SharedStore):
-            self.writing.store.drain()
+        if isinstance(self.store, SharedStore):
+            self.store.drain()
 
     def drop(self) -> None:
         """Free the rows; the next training step on this input is exact."""
-        self.note_step()
+        self.state = RowState.WRITTEN
         self.drain()
         self._make(self.store.options)
         self.filled.clear()
 
     def _make(self, options: HistoryOptions) -> None:
-        graph = self.graph
-        plan = graph.plan
+        graph, plan = self.graph, self.graph.plan
         is_moved = options.method.follows_drift and not plan.is_disjoint
         ends = [chunk.end for chunk in plan.chunks] if is_moved else None
-        self.store = HistoryStore(plan.num_rows, plan.num_chunks, options, ends, graph.cut_frac)
-        store = self.store if plan.shard is None else self._shared(self.store)
-        self.writing = MessageContext(store, plan, graph.reading.functions)
-
-    def _shared(self, store: HistoryStore) -> SharedStore:
-        return SharedStore(self.graph.plan, self._transport, store)
+        self.store: HistoryStore
+        if plan.shard is None:
+            self.store = HistoryStore(plan.num_rows, plan.num_chunks, options, ends, graph.cut_frac)
+        else:
+            self.store = SharedStore(plan, self._transport, options, ends, graph.cut_frac)
+        self.writing = MessageContext(self.store, plan, graph.reading.functions)

@@ -244,7 +244,6 @@ class _Known:
             self._sample = sample_of(tensor).clone()
 
     def is_as_it_was(self, tensor: Tensor) -> bool:
-        """Whether the tensor is unchanged since `accept`."""
         is_same = self._tensor is tensor and self._version == version_of(tensor) >= 0
         return is_same and torch.equal(self._sample, sample_of(tensor))
 

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
 
 from lightning_gnnpipe.calls import Inputs
 from lightning_gnnpipe.comm import Transport
@@ -26,14 +24,14 @@ from lightning_gnnpipe.engine.resume import SavedHistories, SavedRun
 from lightning_gnnpipe.errors import Fallbacks
 from lightning_gnnpipe.graph import (
     ChunkPlan,
-    build_chunk_plan,
     check_graph,
     edge_cut_frac,
+    partition_nodes,
     plan_from_assignment,
     shard_plan,
 )
 from lightning_gnnpipe.staleness import HistoryOptions
-from lightning_gnnpipe.steps import ChunkOptions, Partitioner
+from lightning_gnnpipe.steps.partitioner import ChunkOptions, Partitioner
 
 log = logging.getLogger(__name__)
 
@@ -58,15 +56,11 @@ class GraphCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of the largest histories on this rank."""
-        return max((one.store.num_bytes for one in self.inputs), default=0)
-
-    def drop_histories(self) -> None:
-        """Drop all histories; the next training step on each input is exact."""
-        self.inputs.drop_rows()
+        return max((one.store.num_bytes for one in self.inputs.kept.values()), default=0)
 
     def for_training(self, key: InputKey, inputs: Inputs, num_bytes: int) -> Histories:
         """Return the histories for the input of a training step; empty if none are kept."""
-        found = self.inputs.get(key.number)
+        found = self.inputs.kept.get(key.number)
         if found is None:
             is_kept = self.inputs.admits(key, num_bytes)
             is_cut = is_kept or self._drops_edges
@@ -75,15 +69,14 @@ class GraphCache:
                 graph, self.histories, self._transport, is_kept=is_kept, is_first=key.call == 0
             )
             if is_kept:
-                self.inputs.keep(key.number, found)
+                self.inputs.kept[key.number] = found
         if self.trained is not None and self.trained is not found:
             self.trained.drain()
         self.trained = found
         return found
 
     def cut(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:
-        """Return the graph cut into chunks."""
-        graph = self._get((fingerprint, True), lambda: self._cut(inputs))
+        graph = self._get(fingerprint, inputs, is_cut=True)
         if self.histories.is_too_narrow:
             self._fallbacks.tell(
                 f"history_dtype {self.histories.dtype} has no room for small gradients",
@@ -99,7 +92,7 @@ class GraphCache:
         cut = self._graphs.get((fingerprint, True))
         if cut is not None and cut.is_complete:
             return cut
-        return self._get((fingerprint, False), lambda: self._uncut(inputs))
+        return self._get(fingerprint, inputs, is_cut=False)
 
     def is_cut(self, inputs: Inputs) -> bool:
         """Whether training may use several chunks or shards for this graph."""
@@ -110,75 +103,54 @@ class GraphCache:
         cut = self._graphs.get((fingerprint, True))
         if cut is not None and cut.plan.shard is None:
             return cut.plan
-        num_chunks = self._partitioner.num_chunks(inputs)
+        num_chunks, num_nodes = self._partitioner.num_chunks(inputs), inputs.num_nodes
         edge_index = inputs.edge_index.cpu()
-        plan = build_chunk_plan(
-            edge_index, inputs.num_nodes, num_chunks=num_chunks, partition="contiguous"
-        )
+        check_graph(edge_index, num_nodes)
+        chunks = partition_nodes(edge_index, num_nodes, num_chunks=num_chunks, method="contiguous")
+        plan = plan_from_assignment(edge_index, num_nodes, chunks)
         return plan.with_edge_sets(inputs.edge_sizes).to(self._transport.world.device)
 
-    def _get(self, key: tuple[int, bool], make: Callable[[], PlannedGraph]) -> PlannedGraph:
+    def _get(self, fingerprint: int, inputs: Inputs, *, is_cut: bool) -> PlannedGraph:
+        key = fingerprint, is_cut
         if key not in self._graphs:
             with torch.inference_mode(False), torch.no_grad():
-                made = self._graphs[key] = make()
-            used = [made, *(one.graph for one in self.inputs)]
+                made = self._graphs[key] = self._plan(inputs, is_cut)
+            used = [made, *(one.graph for one in self.inputs.kept.values())]
             idle = [k for k, graph in self._graphs.items() if graph not in used]
             for one in idle[: max(0, len(idle) - _NUM_IDLE)]:
                 del self._graphs[one]
         self._graphs.move_to_end(key)
         return self._graphs[key]
 
-    def _uncut(self, inputs: Inputs) -> PlannedGraph:
-        edge_index = inputs.edge_index.cpu()
-        check_graph(edge_index, inputs.num_nodes)
-        assignment = torch.zeros(inputs.num_nodes, dtype=torch.int64)
-        return self._planned(inputs, edge_index, assignment)
-
-    def _cut(self, inputs: Inputs) -> PlannedGraph:
-        edge_index, found = inputs.edge_index.cpu(), self._partitioner
-        check_graph(edge_index, inputs.num_nodes)
-        assignment = self._transport.run_on_first(lambda: found.chunks(inputs))
-        kept = found.kept_edges(edge_index, assignment)
-        if kept is not None:
-            self._warn_of_loss(edge_index.size(1), kept.numel())
-        return self._planned(inputs, edge_index, assignment, kept)
-
-    def _warn_of_loss(self, num_edges: int, num_kept: int) -> None:
-        lost = num_edges - num_kept
-        self._fallbacks.tell(
-            f"cross_chunk_edges='drop' leaves out {lost:,} of {num_edges:,} edges "
-            f"({100 * lost / num_edges:.1f} %), those between chunks",
-            origin="the whole graph",
-            to="one without them in training",
-            remedy="Validation, test and predict read all.",
-        )
-
-    def _planned(
-        self,
-        inputs: Inputs,
-        edge_index: Tensor,
-        assignment: Tensor,
-        kept: Tensor | None = None,
-    ) -> PlannedGraph:
+    def _plan(self, inputs: Inputs, is_cut: bool) -> PlannedGraph:
         """Return the plan of the graph, or of this rank's shard."""
-        mesh = self._transport.mesh
-        if mesh.num_shards == 1:
-            plan = plan_from_assignment(edge_index, inputs.num_nodes, assignment, kept=kept)
+        edge_index, num_nodes, kept = inputs.edge_index.cpu(), inputs.num_nodes, None
+        found, run_on_first = self._partitioner, self._transport.run_on_first
+        index, num_shards = self._transport.mesh.shard, self._transport.mesh.num_shards
+        check_graph(edge_index, num_nodes)
+        assignment = torch.zeros(num_nodes, dtype=torch.int64)
+        if is_cut:
+            assignment = run_on_first(lambda: found.chunks(inputs))
+            kept = found.kept_edges(edge_index, assignment)
+        if kept is not None:
+            num_edges = edge_index.size(1)
+            lost = num_edges - kept.numel()
+            self._fallbacks.tell(
+                f"cross_chunk_edges='drop' leaves out {lost:,} of {num_edges:,} edges "
+                f"({100 * lost / num_edges:.1f} %), those between chunks",
+                origin="the whole graph",
+                to="one without them in training",
+                remedy="Validation, test and predict read all.",
+            )
+        if num_shards == 1:
+            plan = plan_from_assignment(edge_index, num_nodes, assignment, kept=kept)
         else:
-            shards = self._transport.run_on_first(
-                lambda: self._partitioner.shards(edge_index, assignment, mesh.num_shards)
-            )
+            shards = run_on_first(lambda: found.shards(edge_index, assignment, num_shards))
             plan = shard_plan(
-                edge_index,
-                assignment,
-                shards,
-                index=mesh.shard,
-                num_shards=mesh.num_shards,
-                kept=kept,
+                edge_index, assignment, shards, index=index, num_shards=num_shards, kept=kept
             )
-        plan = plan.with_edge_sets(inputs.edge_sizes)
         return PlannedGraph(
-            plan.to(self._transport.world.device),
+            plan.with_edge_sets(inputs.edge_sizes).to(self._transport.world.device),
             self._transport,
             is_complete=kept is None,
             cut_frac=edge_cut_frac(edge_index, assignment) if kept is None else 0.0,
@@ -204,7 +176,7 @@ _MOST_SEEN = 1024
 class KnownInputs:
     """Histories by input number; `seen` has the last training pass on each recent input.
 
-    `saved` are loaded histories of a resumed run that no step has taken yet.
+    `kept` are those in use; `saved` are of a resumed run, and no step has taken them yet.
     """
 
     def __init__(self, *, is_quiet: bool) -> None:
@@ -213,81 +185,62 @@ class KnownInputs:
         self.saved: dict[int, SavedHistories] = {}
         self.num_saved_layers = 0
         self.num_changed = 0
-        self._kept: dict[int, Histories] = {}
+        self.kept: dict[int, Histories] = {}
         self._is_quiet = is_quiet
         self._fallbacks = Fallbacks(log, is_quiet=is_quiet)
 
     def resume(self, run: SavedRun) -> None:
-        """Go on with the inputs of a loaded run."""
         self.saved, self.num_saved_layers = run.histories(), sum(run.state.stage_layers)
         self.seen.update(run.state.seen)
-
-    def __iter__(self) -> Iterator[Histories]:
-        return iter(self._kept.values())
-
-    def items(self) -> list[tuple[int, Histories]]:
-        """Return pairs of input number and histories."""
-        return list(self._kept.items())
-
-    def get(self, number: int) -> Histories | None:
-        """Return the histories of an input; None if it has none."""
-        return self._kept.get(number)
-
-    def keep(self, number: int, histories: Histories) -> None:
-        """Store the histories of an input."""
-        self._kept[number] = histories
 
     def admits(self, key: InputKey, num_bytes: int) -> bool:
         """Whether to keep histories for a new input; may drop the least recently used ones."""
         number = key.number
-        if number in self.saved or not self._kept or key.call not in self.last:
+        if number in self.saved or not self.kept or key.call not in self.last:
             return True
         if number not in self.seen:
             return False
         most = max(1, min(_MOST_KEPT, _MOST_BYTES // max(num_bytes, 1)))
-        if len(self._kept) + len(self.saved) < most:
+        if len(self.kept) + len(self.saved) < most:
             return True
-        oldest = min(self._kept, key=lambda one: self._kept[one].last_step)
-        if self._kept[oldest].last_step < self.seen[number]:
-            self._kept.pop(oldest).drain()
+        oldest = min(self.kept, key=lambda one: self.kept[one].last_step)
+        if self.kept[oldest].last_step < self.seen[number]:
+            self.kept.pop(oldest).drain()
             return True
-        self._tell_of_bound(most, num_bytes)
+        self._fallbacks.tell(
+            f"Histories are kept for {most} inputs of {num_bytes >> 20} MiB per rank (at most "
+            f"{_MOST_KEPT} inputs and {_MOST_BYTES >> 30} GiB)",
+            origin="pipelined steps",
+            to="exact steps on further inputs",
+        )
         return False
 
     def note(self, key: InputKey, step: int) -> None:
-        """Record that training pass `step` ran on this input."""
         self.last[key.call] = key
         self.seen[key.number] = step
         self.seen.move_to_end(key.number)
         while len(self.seen) > _MOST_SEEN:
             self.seen.popitem(last=False)
 
-    def ask_refresh(self) -> None:
-        """Request that the next step on each input recomputes all rows first."""
-        for histories in self._kept.values():
-            histories.ask_refresh()
-
     def drop_rows(self) -> None:
         """Drop all rows; the next step on each input is exact."""
         self.saved.clear()
-        for histories in self._kept.values():
+        for histories in self.kept.values():
             histories.drop()
 
     def tell_change(self, key: InputKey) -> None:
         """Warn once that a step is exact because its input differs from the last."""
         last = self.last.get(key.call)
-        names = [] if last is None else key.changed(last)
-        self.num_changed += bool(names)
-        if names:
-            is_random = last is None or key.graph == last.graph
-            self._fallbacks.tell(
-                f"{', '.join(names[:3])} of the pipelined module changed since the last step",
-                origin="pipelined steps",
-                to="an exact step for each new input. Rows of neighbours are read from earlier "
-                "steps on the same input only; an input that repeats is pipelined from its third "
-                "step on",
-                remedy=_RANDOM if is_random else _SAMPLED,
-            )
+        if last is None or not (names := key.changed(last)):
+            return
+        self.num_changed += 1
+        self._fallbacks.tell(
+            f"{', '.join(names[:3])} of the pipelined module changed since the last step",
+            origin="pipelined steps",
+            to="an exact step for each new input. Rows of neighbours are read from earlier steps "
+            "on the same input only; an input that repeats is pipelined from its third step on",
+            remedy=_RANDOM if key.graph == last.graph else _SAMPLED,
+        )
 
     def tell_share(self, num_steps: int) -> None:
         """Warn how many steps were exact because of new inputs, if any were."""
@@ -297,11 +250,3 @@ class KnownInputs:
                 self.num_changed,
                 num_steps,
             )
-
-    def _tell_of_bound(self, most: int, num_bytes: int) -> None:
-        self._fallbacks.tell(
-            f"Histories are kept for {most} inputs of {num_bytes >> 20} MiB per rank (at most "
-            f"{_MOST_KEPT} inputs and {_MOST_BYTES >> 30} GiB)",
-            origin="pipelined steps",
-            to="exact steps on further inputs",
-        )

@@ -63,11 +63,9 @@ class RunState:
         return len(self.stage_layers) * self.num_shards
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the state in plain types, for a checkpoint."""
         return asdict(self)
 
     def without_histories(self) -> RunState:
-        """Return the state without inputs."""
         return replace(self, inputs=(), seen=())
 
     @staticmethod
@@ -133,12 +131,11 @@ def save_rank(own: Histories) -> dict[str, Any]:
     dtypes = own.writing.dtypes
     moments = [
         {"key": _plain(key), **store.moments.save(key), "dtype": dtypes.get(key)}
-        for key in store.moments
+        for key in store.moments.calls
     ]
-    ends = [chunk.end for chunk in graph.plan.chunks]
     return {
         "perm": graph.plan.perm,
-        "ends": ends,
+        "ends": [chunk.end for chunk in graph.plan.chunks],
         "histories": histories,
         "moments": moments,
         "method": name_method(store.options.method),
@@ -163,25 +160,22 @@ def take_histories(
     return True
 
 
-def warn_of_method(saved: SavedHistories, own: Histories) -> None:
-    """Warn if the rows were saved under a different `staleness`."""
-    before, now = saved.parts[0]["method"], name_method(own.store.options.method)
-    if before != now:
+def warn_of_mismatch(taken: SavedHistories | None, own: Histories) -> None:
+    """Warn if a resumed run starts exactly, or took rows of a different `staleness`."""
+    now = name_method(own.store.options.method)
+    if taken is not None and taken.parts[0]["method"] != now:
         log.warning(
             "The checkpoint was saved with staleness='%s', and this run has '%s': the method "
             "changes in the middle of training.",
-            before,
+            taken.parts[0]["method"],
             now,
         )
-
-
-def tell_of_exact_step() -> None:
-    """Warn that the first step of a resumed run is exact."""
-    Fallbacks(log).tell(
-        "The checkpoint has no histories of this input, these chunks and layers",
-        origin="resuming a pipelined run",
-        to="an exact first step, which fills them",
-    )
+    elif taken is None and own.graph.plan.num_chunks > 1:
+        Fallbacks(log).tell(
+            "The checkpoint has no histories of this input, these chunks and layers",
+            origin="resuming a pipelined run",
+            to="an exact first step, which fills them",
+        )
 
 
 def load_ranks(

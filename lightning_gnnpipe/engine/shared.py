@@ -12,82 +12,64 @@ Source: graph parallelism within a stage, as in the hybrid of GNNPipe (arXiv 230
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_gnnpipe.codecs import MessageOptions, get_codecs
-from lightning_gnnpipe.comm import Exchange, Transport
+from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
-from lightning_gnnpipe.passing import CallKey
-from lightning_gnnpipe.staleness import (
-    HistoryStore,
-    MomentStore,
-    RowMoments,
-    mean_and_var,
-    sums_by_chunk,
-)
+from lightning_gnnpipe.staleness import HistoryStore, MomentStore, mean_and_var, sums_by_chunk
 from lightning_gnnpipe.types import TrafficKind
 
-_Slot = tuple[TrafficKind, CallKey, int]  # message kind, call, chunk
+_Slot = tuple[TrafficKind, Hashable, int]  # message kind, call, chunk
 
 
-class SharedStore:
-    """A `HaloStore` over the histories of one shard.
+class SharedStore(HistoryStore):
+    """The histories of one shard; `more`: further arguments of `HistoryStore`.
 
-    Without `histories` it keeps no rows, and every chunk must be the whole shard.
+    Without `keeps_rows` it has no histories, and every chunk must be the whole shard.
     """
 
     def __init__(
-        self, plan: ChunkPlan, transport: Transport, histories: HistoryStore | None
+        self, plan: ChunkPlan, transport: Transport, *more: Any, keeps_rows: bool = True
     ) -> None:
-        self._plan, self._transport, self._histories = plan, transport, histories
-        self._table: tuple[CallKey, Tensor] | None = None
+        super().__init__(plan.num_rows, plan.num_chunks, *more)
+        self.moments = SharedMoments(plan.num_chunks, partial(_sum, transport), keeps=keeps_rows)
+        self._plan, self._transport, self._keeps_rows = plan, transport, keeps_rows
+        self._table: tuple[Hashable, Tensor] | None = None
         self._messages, self._codecs, self._is_async = MessageOptions(), get_codecs("fp32"), False
-        self._flying: dict[_Slot, Exchange] = {}
+        self._flying: dict[_Slot, Callable[[], list[Tensor]]] = {}  # waits for a message
         self._last: dict[_Slot, list[Tensor]] = {}  # received in the previous step
-        self._like: dict[CallKey, Tensor] = {}  # empty, with the rows' dtype and channels
-        self._near: dict[CallKey, tuple[Tensor, Tensor]] = {}  # gradients of ghosts in the chunk
-        self._ghosts: dict[int, tuple[Chunk, Tensor]] = {}
-        self._is_near: dict[int, tuple[Chunk, Tensor]] = {}
+        self._like: dict[Hashable, Tensor] = {}  # empty, with the rows' dtype and channels
+        self._near: dict[Hashable, tuple[Tensor, Tensor]] = {}  # gradients of ghosts in the chunk
+        self._ghosts: dict[Chunk, Tensor] = {}
+        self._is_near: dict[Chunk, Tensor] = {}
 
     def begin_pass(self, messages: MessageOptions, *, is_synchronous: bool) -> None:
         """Set the message options of a pass; `is_synchronous` makes it wait for other shards."""
         self._messages, self._codecs = messages, get_codecs(messages.halo_codec)
         self._is_async = messages.is_async and not is_synchronous
-        if self._histories is not None:  # async steps must not wait
-            self._histories.sum_over_shards = None if self._is_async else self._sum_drift
+        # Asynchronous steps must not wait. Sums of a layer's drift count as control traffic.
+        self.sum_over_shards = (
+            None if self._is_async else partial(_sum, self._transport, kind="control")
+        )
         if not self._is_async:
             self.drain()
 
     def drain(self) -> None:
         """Wait for messages between shards, and discard them."""
-        for exchange in self._flying.values():
-            exchange.wait()
+        for wait in self._flying.values():
+            wait()
         self._flying.clear()
         self._last.clear()
 
     @property
-    def linear_scale(self) -> float:
-        return 1.0 if self._histories is None else self._histories.linear_scale
-
-    @property
-    def shards(self) -> SharedStore:
-        """The exchange with other shards: this store itself."""
-        return self
-
-    @property
-    def is_local(self) -> bool:
-        return self._histories is None or self._histories.is_local
-
-    @property
-    def moments(self) -> SharedMoments:
-        return SharedMoments(self.sum, None if self._histories is None else self._histories.moments)
-
-    @property
-    def by_chunk(self) -> SharedStore:
+    def by_chunk(self) -> HistoryStore:
         """Raise UnsupportedError: shards cannot have histories with one row per chunk."""
         raise UnsupportedError(
             expected="layers that see all nodes through messages alone, for graph_parallel",
@@ -95,12 +77,12 @@ class SharedStore:
             remedy="Train it with graph_parallel=1.",
         )
 
-    def push(self, key: CallKey, chunk: Chunk, rows: Tensor, *, keeps_old: bool = False) -> None:
+    def push(self, key: Hashable, chunk: Chunk, rows: Tensor, *, keeps_old: bool = False) -> None:
         """Write the chunk's rows here, and send them to ranks where they are ghosts."""
         rows = rows.detach()
         self._like[key] = rows[:0]
-        if self._histories is not None:
-            self._histories.push(key, chunk, rows, keeps_old=keeps_old)
+        if self._keeps_rows:
+            super().push(key, chunk, rows, keeps_old=keeps_old)
         sends = [(peer.shard, rows[peer.send]) for peer in chunk.peers]
         shape = rows.shape[1:]
         got = [(peer.shard, rows.new_empty((peer.receive.numel(), *shape))) for peer in chunk.peers]
@@ -111,55 +93,41 @@ class SharedStore:
             for peer, part in zip(chunk.peers, received, strict=True):
                 table[peer.receive] = part
             self._table = key, table
-        if self._histories is None:
+        if not self._keeps_rows:
             return
         for i, peer in enumerate(chunk.peers):
             # In the first asynchronous step nothing has arrived: ghosts keep their rows.
-            part = received[i] if received else self._histories.rows(key)[peer.receive]
-            self._histories.push_ghosts(key, peer.receive, part, keeps_old=keeps_old)
+            part = received[i] if received else self.rows(key)[peer.receive]
+            self.push_ghosts(key, peer.receive, part, keeps_old=keeps_old)
 
     def _keeps_table(self, chunk: Chunk) -> bool:
         """Whether reads use an unrounded table of this call, not the history."""
-        if self._histories is None:
-            return True
-        return chunk.is_whole and self._histories.options.dtype is not None and not self._is_async
+        is_rounded = chunk.is_whole and self.options.dtype is not None
+        return not self._keeps_rows or (is_rounded and not self._is_async)
 
-    def read(self, key: CallKey, chunk: Chunk) -> Tensor:
+    def read(self, key: Hashable, chunk: Chunk) -> Tensor:
         """Return all rows, own and ghosts, `[num_rows, *]`."""
         if self._keeps_table(chunk) and self._table is not None and self._table[0] == key:
             return self._table[1]
-        assert self._histories is not None
-        return self._histories.read(key, chunk)
+        return super().read(key, chunk)
 
-    def drift(self, key: CallKey, chunk: Chunk) -> tuple[tuple[int, ...], Tensor] | None:
-        return None if self._histories is None else self._histories.drift(key, chunk)
-
-    def pull(self, key: CallKey, chunk: Chunk, out: Tensor) -> Collection[int]:
-        if self._histories is not None and not self._keeps_table(chunk):
-            return self._histories.pull(key, chunk, out)
+    def pull(self, key: Hashable, chunk: Chunk, out: Tensor) -> set[int]:
+        if not self._keeps_table(chunk):
+            return super().pull(key, chunk, out)
         torch.index_select(self.read(key, chunk), 0, chunk.halo, out=out)
-        return ()
+        return set()
 
-    def pull_again(self, key: CallKey, chunk: Chunk, out: Tensor, stale: Collection[int]) -> None:
-        assert self._histories is not None
-        self._histories.pull_again(key, chunk, out, stale)
-
-    def push_grad(self, key: CallKey, chunk: Chunk, grad: Tensor) -> None:
+    def push_grad(self, key: Hashable, chunk: Chunk, grad: Tensor) -> None:
         near = self._near_halo(chunk)
         self._near[key] = chunk.halo[near], grad[near]
-        if self._histories is not None and not chunk.is_whole:
-            self._histories.push_grad(key, chunk, grad.masked_fill(_like(near, grad), 0.0))
+        if not chunk.is_whole:
+            super().push_grad(key, chunk, grad.masked_fill(_like(near, grad), 0.0))
 
-    def pull_grad(self, key: CallKey, chunk: Chunk, *, is_linear: bool) -> Tensor | None:
+    def pull_grad(self, key: Hashable, chunk: Chunk, *, is_linear: bool) -> Tensor | None:
         """Return the scaled gradient of own rows from other chunks and ranks."""
-        histories, ghosts = self._histories, self.ghosts(chunk)
-        own = None if histories is None else histories.pull_grad(key, chunk, is_linear=is_linear)
-        owed = (
-            None
-            if histories is None
-            else histories.ghost_grad(key, chunk, ghosts, is_linear=is_linear)
-        )
-        like = self._like[key]
+        ghosts, like = self.ghosts(chunk), self._like[key]
+        own = super().pull_grad(key, chunk, is_linear=is_linear)
+        owed = self.ghost_grad(key, chunk, ghosts, is_linear=is_linear)
         if owed is not None:
             owed = owed.to(like.dtype)
         else:
@@ -170,29 +138,14 @@ class SharedStore:
         received = self.give_back(key, chunk, owed)
         return received if own is None else own.to(received.dtype) + received
 
-    def keep_output(self, key: CallKey, chunk: Chunk, rows: Tensor) -> None:
-        assert self._histories is not None
-        self._histories.keep_output(key, chunk, rows)
-
-    def kept_output(self, key: CallKey, chunk: Chunk) -> Tensor:
-        assert self._histories is not None
-        return self._histories.kept_output(key, chunk)
-
-    def add_output_grad(
-        self, key: CallKey, chunk: Chunk, grad: Tensor
-    ) -> tuple[Tensor, tuple[int, ...] | None]:
-        assert self._histories is not None
-        return self._histories.add_output_grad(key, chunk, grad)
-
     def ghosts(self, chunk: Chunk) -> Tensor:
         """Return the chunk's ghost rows, `[num_ghosts]`, ascending."""
-        if id(chunk) not in self._ghosts:
+        if chunk not in self._ghosts:
             none = chunk.halo.new_empty(0)
-            found = torch.cat([none, *(peer.receive for peer in chunk.peers)])
-            self._ghosts[id(chunk)] = chunk, found
-        return self._ghosts[id(chunk)][1]
+            self._ghosts[chunk] = torch.cat([none, *(peer.receive for peer in chunk.peers)])
+        return self._ghosts[chunk]
 
-    def give_back(self, key: CallKey, chunk: Chunk, grad: Tensor) -> Tensor:
+    def give_back(self, key: Hashable, chunk: Chunk, grad: Tensor) -> Tensor:
         """Send the gradient of ghosts, `[num_ghosts, *]`, to owners; return own rows' gradient."""
         counts = [peer.receive.numel() for peer in chunk.peers]
         shape = grad.shape[1:]
@@ -205,23 +158,19 @@ class SharedStore:
             total.index_add_(0, peer.send, part)
         return total
 
+    @property
+    def shards(self) -> SharedStore:
+        return self
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of `tensor` over all ranks of the stage; collective."""
-        total = tensor.detach().clone()
-        self._transport.sum_over_shards(total, "halo")
-        return total
-
-    def _sum_drift(self, tensor: Tensor) -> Tensor:
-        """Return the sum over ranks of a layer's drift; counts as control traffic."""
-        total = tensor.clone()
-        self._transport.sum_over_shards(total, "control")
-        return total
+        return _sum(self._transport, tensor)
 
     def _near_halo(self, chunk: Chunk) -> Tensor:
         """Return a mask, `[num_halo]`, of halo rows that lie in the chunk itself."""
-        if id(chunk) not in self._is_near:
-            self._is_near[id(chunk)] = chunk, torch.isin(chunk.halo, self.ghosts(chunk))
-        return self._is_near[id(chunk)][1]
+        if chunk not in self._is_near:
+            self._is_near[chunk] = torch.isin(chunk.halo, self.ghosts(chunk))
+        return self._is_near[chunk]
 
     def _swap(
         self,
@@ -232,32 +181,30 @@ class SharedStore:
         """Exchange tensors with other shards; asynchronously, return the previous step's."""
         mesh = self._transport.mesh
         before = self._flying.pop(slot, None)
-        arrived = None if before is None else before.wait()
-        exchange = self._transport.exchange(
+        arrived = None if before is None else before()
+        wait = self._transport.exchange(
             slot[0],
             [(mesh.rank_of(mesh.stage, shard), tensor) for shard, tensor in sends],
             [(mesh.rank_of(mesh.stage, shard), tensor) for shard, tensor in receives],
             self._codecs.of(slot[0]),
         )
-        if not self._is_async:
-            arrived = exchange.wait()
-            self._remember(slot, arrived)
-            return arrived
-        old = self._last.get(slot, [])
-        if arrived is None and not old and slot[0] == "halo_grad":  # no previous ones
-            arrived = exchange.wait()
-            self._remember(slot, arrived)
-            return arrived
-        self._flying[slot] = exchange
+        old, is_grad = self._last.get(slot, []), slot[0] == "halo_grad"
+        is_first = arrived is None and not old  # a gradient without a previous one
+        if not self._is_async or (is_grad and is_first):
+            arrived = wait()
+        else:
+            self._flying[slot] = wait
         if arrived is None:
             return old
-        self._remember(slot, arrived)
+        if self._messages.is_async and is_grad:  # rows are in the history
+            self._last[slot] = arrived
         return arrived
 
-    def _remember(self, slot: _Slot, received: list[Tensor]) -> None:
-        """Keep received gradients for the next async step; rows are in the history."""
-        if self._messages.is_async and slot[0] == "halo_grad":
-            self._last[slot] = received
+
+def _sum(transport: Transport, tensor: Tensor, kind: TrafficKind = "halo") -> Tensor:
+    total = tensor.detach().clone()
+    transport.sum_over_shards(total, kind)
+    return total
 
 
 def _number(chunk: Chunk) -> int:
@@ -269,21 +216,17 @@ def _like(mask: Tensor, rows: Tensor) -> Tensor:
     return mask.view(-1, *(1 for _ in rows.shape[1:]))
 
 
-class SharedMoments:
-    """Statistics of norms over all ranks of the stage; `moments` None keeps nothing."""
+class SharedMoments(MomentStore):
+    """Statistics of norms over all ranks of the stage."""
 
     def __init__(
-        self, sum_over_shards: Callable[[Tensor], Tensor], moments: MomentStore | None
+        self, num_chunks: int, sum_over_shards: Callable[[Tensor], Tensor], *, keeps: bool
     ) -> None:
-        self._sum, self._moments = sum_over_shards, moments
-
-    def __getitem__(self, key: CallKey) -> RowMoments:
-        """Return the statistics of a call."""
-        assert self._moments is not None
-        return self._moments[key]
+        super().__init__(num_chunks)
+        self._sum, self._keeps = sum_over_shards, keeps
 
     def keep(
-        self, key: CallKey, rows: Tensor, counts: Sequence[int] | None
+        self, key: Hashable, rows: Tensor, counts: Sequence[int] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute and keep statistics over the rows of all ranks; see `MomentStore`."""
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
@@ -294,11 +237,11 @@ class SharedMoments:
         center = share[:-2] / share[-2].clamp(min=1)
         sums = self._sum(sums_by_chunk(rows, counts, center))
         total = sums.sum(0)
-        if self._moments is not None:
-            self._moments.put(key, None if counts is None else sums, total, center)
+        if self._keeps:
+            self.put(key, None if counts is None else sums, total, center)
         return *mean_and_var(total, center), total[0]
 
-    def keep_sums(self, key: CallKey, sums: Tensor) -> None:
+    def keep_sums(self, key: Hashable, sums: Tensor) -> None:
         """Keep sums over the rows of all ranks, by chunk, `[num_chunks, *]`."""
-        if self._moments is not None:
-            self._moments.keep_sums(key, self._sum(sums))
+        if self._keeps:
+            super().keep_sums(key, self._sum(sums))

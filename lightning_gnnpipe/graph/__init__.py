@@ -1,7 +1,5 @@
 """Partition a graph into chunks and shards; fingerprints of graphs and tensors."""
 
-from __future__ import annotations
-
 from lightning_gnnpipe.graph.chunk import Chunk
 from lightning_gnnpipe.graph.fingerprint import (
     ContentNumbers,
@@ -27,37 +25,8 @@ from lightning_gnnpipe.graph.plan import (
     BatchPlan,
     ChunkPlan,
     MicroBatch,
-    build_chunk_plan,
     chunk_order,
     plan_from_assignment,
     plan_micro_batches,
     shard_plan,
 )
-
-__all__ = [
-    "BatchPlan",
-    "Chunk",
-    "ChunkPlan",
-    "ContentNumbers",
-    "MicroBatch",
-    "SplitSizes",
-    "build_chunk_plan",
-    "check_edges",
-    "check_graph",
-    "check_num_chunks",
-    "chunk_order",
-    "edge_cut_frac",
-    "edges_within",
-    "fold",
-    "measure_split",
-    "partition_nodes",
-    "plan_from_assignment",
-    "plan_micro_batches",
-    "replicas_per_node",
-    "sample_of",
-    "shard_plan",
-    "split_chunks",
-    "tensor_fingerprint",
-    "tensors_in",
-    "text_fingerprint",
-]

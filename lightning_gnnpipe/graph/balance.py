@@ -57,12 +57,10 @@ def _pack_heavy(
         fits = loads[home] + size <= limit
         kept.append(home if fits else None)
         loads[home] += size if fits else 0
-    choices = [homes, _longest_first(sizes, kept, loads)]
-    choices.append(_longest_first(sizes, [None] * len(sizes), [0] * num_chunks))
-    best = choices[0]
-    for choice in choices:  # First choice within the limit, else the closest.
-        if _heaviest(sizes, best, num_chunks) > max(limit, _heaviest(sizes, choice, num_chunks)):
-            best = choice
+    anew = _longest_first(sizes, [None] * len(sizes), [0] * num_chunks)
+    choices = [homes, _longest_first(sizes, kept, loads), anew]
+    # The first choice within the limit, else the closest.
+    best = min(choices, key=lambda chunks: max(limit, _heaviest(sizes, chunks, num_chunks)))
     assignment[heavy] = torch.tensor(best, dtype=assignment.dtype)
     return assignment
 

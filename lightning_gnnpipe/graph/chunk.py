@@ -10,8 +10,9 @@ then its halo, the sources of its edges that lie outside:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +31,6 @@ class Peer:
     shard: int
     send: Tensor
     receive: Tensor
-
-    def to(self, device: torch.device | str) -> Peer:
-        return Peer(self.shard, self.send.to(device), self.receive.to(device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +79,17 @@ class Chunk:
         edge_index = self.edge_index[:, own]
         return replace(self, edge_start=start, edge_end=start + count, edge_index=edge_index)
 
-    def to(self, device: torch.device | str) -> Chunk:
-        peers = tuple(peer.to(device) for peer in self.peers)
-        halo, edge_index = self.halo.to(device), self.edge_index.to(device)
-        return replace(self, halo=halo, edge_index=edge_index, peers=peers)
+
+def moved(value: Any, device: torch.device | str) -> Any:
+    """Return a tensor, or a tuple or dataclass with tensors in it, on `device`."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(moved(one, device) for one in value)
+    if not is_dataclass(value):
+        return value
+    found = {field.name: moved(getattr(value, field.name), device) for field in fields(value)}
+    return replace(value, **found)  # type: ignore[type-var]
 
 
 def cut_edges(edges: Tensor, ends: Tensor, edge_ends: Tensor) -> Iterator[Chunk]:
@@ -111,7 +116,7 @@ def _number(edges: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, list[d
     """Number the nodes of each chunk: its own first, then its halo.
 
     Returns the edges in local numbers; the halos of all chunks, and the end of each; for each chunk
-    its halo rows by source chunk.
+    its halo rows by source chunk, ascending.
     """
     num_chunks, num_nodes = ends.numel(), int(ends[-1])
     sizes = ends.diff(prepend=ends.new_zeros(1))
@@ -128,14 +133,8 @@ def _number(edges: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, list[d
     num_halo = torch.bincount(readers, minlength=num_chunks)
     halo_ends = num_halo.cumsum(0)
     local[outside] = place + (sizes - halo_ends + num_halo)[reader]
-    rows = _count_rows(readers, owner[halos], num_chunks)
-    return torch.stack([local, target - start_of_edge]), halos, halo_ends, rows
-
-
-def _count_rows(readers: Tensor, owners: Tensor, num_chunks: int) -> list[dict[int, int]]:
-    """Return for each chunk its halo rows by source chunk, ascending."""
-    pairs, counts = torch.unique(readers * num_chunks + owners, return_counts=True)
+    pairs, counts = torch.unique(readers * num_chunks + owner[halos], return_counts=True)
     rows: list[dict[int, int]] = [{} for _ in range(num_chunks)]
     for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
         rows[pair // num_chunks][pair % num_chunks] = count
-    return rows
+    return torch.stack([local, target - start_of_edge]), halos, halo_ends, rows

@@ -8,14 +8,13 @@ Source: Carter and Wegman, Universal classes of hash functions (1979).
 from __future__ import annotations
 
 import hashlib
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_gnnpipe._compat_torch import version_of
 
@@ -75,7 +74,6 @@ def text_fingerprint(text: str) -> int:
 
 
 def _hash(values: Tensor) -> int:
-    """Return a hash of `[num_values]` integers in order."""
     keys = _keys(min(_BLOCK, values.numel()), values.device)
     blocks = torch.split(values, _BLOCK)
     sums = [(block.long() * keys[: block.numel()]).sum() for block in blocks]
@@ -106,16 +104,13 @@ def _signed(number: int) -> int:
 
 
 _NUM_SAMPLED = 1024
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """A cached fingerprint, `number`."""
-
-    tensor: weakref.ref[Tensor]
+class _Known(NamedTuple):
     version: int  # count of writes
     sample: Tensor | None  # None off the CPU
-    number: int
+    fingerprint: int
 
 
 class ContentNumbers:
@@ -126,26 +121,21 @@ class ContentNumbers:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}
+        self._known: MutableMapping[Tensor, _Known] = WeakTensorKeyDictionary()
 
     def of(self, tensor: Tensor) -> int:
         """Return the fingerprint of a dense tensor, a signed 64-bit number."""
-        known = self._known.get(id(tensor))
-        if known is not None and known.tensor() is tensor:
-            version = version_of(tensor)
-            is_same = version == known.version and version >= 0
-            if is_same and (known.sample is None or torch.equal(known.sample, sample_of(tensor))):
-                return known.number
-        number = tensor_fingerprint(tensor)
-        cache, key = self._known, id(tensor)
-
-        def forget(ref: weakref.ref[Tensor]) -> None:
-            if key in cache and cache[key].tensor is ref:
-                del cache[key]
-
+        known, version = self._known.get(tensor), version_of(tensor)
+        if (
+            known is not None
+            and known.version == version >= 0
+            and (known.sample is None or torch.equal(known.sample, sample_of(tensor)))
+        ):
+            return known.fingerprint
         sample = sample_of(tensor).clone() if tensor.device.type == "cpu" else None
-        cache[key] = _Known(weakref.ref(tensor, forget), version_of(tensor), sample, number)
-        return number
+        fingerprint = tensor_fingerprint(tensor)
+        self._known[tensor] = _Known(version, sample, fingerprint)
+        return fingerprint
 
 
 def sample_of(tensor: Tensor) -> Tensor:
@@ -155,16 +145,10 @@ def sample_of(tensor: Tensor) -> Tensor:
     step = max(1, -(-flat.numel() // _NUM_SAMPLED))
     while gcd(step, flat.numel()) > 1 and step < flat.numel():
         step += 1  # else it may sample the same columns of all rows
-    return _bits(flat[::step])
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bits(values: Tensor) -> Tensor:
-    """Return bit patterns as integers: NaN equals NaN, and -0.0 differs from 0.0."""
+    values = flat[::step]
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
-    if values.dtype is torch.bool or not values.is_floating_point():
+    if not values.is_floating_point():
         return values
+    # As integers NaN equals NaN, and -0.0 differs from 0.0.
     return values.contiguous().view(_INTEGERS[values.element_size()])

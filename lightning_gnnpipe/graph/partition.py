@@ -1,11 +1,6 @@
 """Partition nodes into chunks of equal weight, and chunks into shards, with few cut edges.
 
-METIS balances poorly on skewed graphs, so nodes are moved afterwards (see `balance.py`).
-
-Chunks are the same for any number of shards, so staleness is too. METIS cuts each chunk into parts
-of equal weight. Parts are then matched to shards so that neighbors in different chunks share one.
-
-This file also checks the user's graph, number of chunks and partition.
+Also checks the user's graph, number of chunks and partition.
 """
 
 from __future__ import annotations
@@ -49,7 +44,7 @@ def partition_nodes(
         assignment = _assign_nodes(order, weights, num_chunks)
     else:
         assert method == "metis", method
-        assignment = _metis(links, weights, num_chunks, seed)
+        assignment = _metis(links, weights, num_chunks, seed)  # poorly balanced on skewed graphs
     return rebalance(assignment, weights, links, num_chunks)
 
 
@@ -96,7 +91,11 @@ def _assign_nodes(order: Tensor, weights: Tensor, num_chunks: int) -> Tensor:
 def split_chunks(
     edge_index: Tensor, assignment: Tensor, num_shards: int, *, seed: int = 0
 ) -> Tensor:
-    """Return `[num_nodes]` the shard of each node, given its chunk; no shard is empty."""
+    """Return `[num_nodes]` the shard of each node, given its chunk; no shard is empty.
+
+    Chunks are the same for any number of shards, so staleness is too. METIS cuts each into parts of
+    equal weight, which are matched to shards so that neighbors in different chunks share one.
+    """
     num_nodes = assignment.numel()
     if num_nodes < num_shards:
         raise ConfigError(
@@ -105,11 +104,9 @@ def split_chunks(
             remedy="Use fewer devices: the graph is small.",
         )
     num_chunks = int(assignment.max()) + 1
-    part = torch.empty_like(assignment)
-    inside = assignment[edge_index[0]] == assignment[edge_index[1]]
-    edges = edge_index[:, inside]
+    edges = edge_index[:, edges_within(edge_index, assignment)]
     chunk_of_edge = assignment[edges[1]]
-    number = torch.empty_like(assignment)
+    part, number = torch.empty_like(assignment), torch.empty_like(assignment)
     for chunk in range(num_chunks):
         nodes = (assignment == chunk).nonzero().flatten()
         number[nodes] = torch.arange(nodes.numel())
@@ -189,13 +186,9 @@ def measure_split(
     edge_index: Tensor, assignment: Tensor, shards: Tensor, num_shards: int
 ) -> SplitSizes:
     """Return the sizes of all pieces, and the rows exchanged whenever a chunk is written."""
-    source, target = edge_index.long()
-    num_nodes, num_chunks = assignment.numel(), int(assignment.max()) + 1
+    num_chunks = int(assignment.max()) + 1
     piece = assignment * num_shards + shards
-    is_remote = shards[source] != shards[target]
-    pairs = torch.unique(shards[target][is_remote] * num_nodes + source[is_remote])
-    reader, read = pairs // num_nodes, pairs % num_nodes
-
+    reader, read = remote_reads(edge_index, shards)
     chunk, owner = assignment[read], shards[read]
     links = torch.unique((chunk * num_shards + owner) * num_shards + reader)  # (piece, reader)
     sends, gets = links // num_shards, links // num_shards**2 * num_shards + links % num_shards
@@ -206,7 +199,7 @@ def measure_split(
 
     return SplitSizes(
         nodes=count(piece),
-        edges=count(piece[target]),
+        edges=count(piece[edge_index[1].long()]),
         sent=count(piece[read]),
         received=count(chunk * num_shards + reader),
         peers=torch.maximum(count(sends), count(gets)),
@@ -232,11 +225,16 @@ def replicas_per_node(edge_index: Tensor, num_nodes: int, assignment: Tensor) ->
 
     Graph parallelism sends alpha rows per node in each layer and direction.
     """
-    source = edge_index[0].long()
-    part = assignment[edge_index[1].long()]
-    is_remote = assignment[source] != part
-    pairs = torch.unique(part[is_remote] * num_nodes + source[is_remote])
-    return pairs.numel() / num_nodes
+    return remote_reads(edge_index, assignment)[0].numel() / num_nodes
+
+
+def remote_reads(edge_index: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the parts that read nodes of other parts, and these nodes: each pair once, sorted."""
+    source, target = edge_index.long()
+    reader, num_nodes = part[target], part.numel()
+    is_remote = part[source] != reader
+    pairs = torch.unique(reader[is_remote] * num_nodes + source[is_remote])
+    return pairs // num_nodes, pairs % num_nodes
 
 
 def check_graph(edge_index: Tensor, num_nodes: int) -> None:

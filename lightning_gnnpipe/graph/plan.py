@@ -1,7 +1,4 @@
-"""Plans: a graph cut into chunks, a mini-batch of graphs cut into micro-batches.
-
-A chunk plan has nodes in chunk-contiguous order, and edges in the chunk of their target.
-"""
+"""Plans: a graph cut into chunks, a mini-batch of graphs cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -15,15 +12,15 @@ from random import Random
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.graph.chunk import Chunk, cut_edges
-from lightning_gnnpipe.graph.partition import check_assignment, check_graph, partition_nodes
+from lightning_gnnpipe.graph.chunk import Chunk, cut_edges, moved
+from lightning_gnnpipe.graph.partition import check_assignment
 from lightning_gnnpipe.graph.shard import Shard, cut_shard, make_shard
-from lightning_gnnpipe.types import OrderName, Partition
+from lightning_gnnpipe.types import OrderName
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkPlan:
-    """A graph cut into chunks.
+    """A graph cut into chunks: nodes in chunk-contiguous order, edges in the chunk of their target.
 
     Attributes:
         num_edges: Edges, E, without dropped ones.
@@ -93,7 +90,6 @@ class ChunkPlan:
 
     @property
     def num_edge_sets(self) -> int:
-        """Edge sets over the nodes, at least 1."""
         return max(len(self.edge_sizes), 1)
 
     @cached_property
@@ -157,14 +153,7 @@ class ChunkPlan:
         return owners.to(self.perm.device)
 
     def to(self, device: torch.device | str) -> ChunkPlan:
-        return replace(
-            self,
-            perm=self.perm.to(device),
-            edge_perm=self.edge_perm.to(device),
-            chunks=tuple(chunk.to(device) for chunk in self.chunks),
-            _whole=self._whole.to(device),
-            shard=None if self.shard is None else self.shard.to(device),
-        )
+        return moved(self, device)
 
 
 def shard_plan(
@@ -186,7 +175,10 @@ def shard_plan(
 def plan_from_assignment(
     edge_index: Tensor, num_nodes: int, assignment: Tensor, *, kept: Tensor | None = None
 ) -> ChunkPlan:
-    """Return the plan of edges `kept` (None: all), with node `n` in chunk `assignment[n]`."""
+    """Return the plan of edges `kept` (None: all), with node `n` in chunk `assignment[n]`.
+
+    Multi-edges and self-loops are kept.
+    """
     num_chunks = int(assignment.max()) + 1 if num_nodes else 0
     check_assignment(assignment, num_nodes, num_chunks)
     return _in_chunks(edge_index, assignment, num_chunks, kept)
@@ -233,22 +225,6 @@ def _assemble(
     none = perm.new_empty(0)
     whole = Chunk(0, 0, num_nodes, none, (), (), 0, num_edges, edges, is_whole=True)
     return ChunkPlan(num_nodes, num_edges, perm, edge_of_slot[order], chunks, whole)
-
-
-def build_chunk_plan(
-    edge_index: Tensor,
-    num_nodes: int,
-    *,
-    num_chunks: int,
-    partition: Partition = "metis",
-    seed: int = 0,
-) -> ChunkPlan:
-    """Partition a graph into chunks; multi-edges and self-loops are kept."""
-    check_graph(edge_index, num_nodes)
-    assignment = partition_nodes(
-        edge_index, num_nodes, num_chunks=num_chunks, method=partition, seed=seed
-    )
-    return plan_from_assignment(edge_index, num_nodes, assignment)
 
 
 def chunk_order(num_chunks: int, *, epoch: int, seed: int, order: OrderName) -> tuple[int, ...]:
@@ -308,21 +284,16 @@ def plan_micro_batches(work: Sequence[int], sizes: Sequence[int], num_chunks: in
     num_chunks = max(1, min(num_chunks, len(filled)))
     owner = [0] * len(sizes)
     least = [(0, index) for index in range(num_chunks)]
-    for graph in sorted(filled, key=lambda graph: (-work[graph], graph)):
+    for graph in sorted(filled, key=lambda graph: -work[graph]):
         load, index = least[0]
         heapq.heapreplace(least, (load + max(work[graph], 1), index))
         owner[graph] = index
     following = owner[filled[-1]] if filled else 0
     for graph in reversed(range(len(sizes))):
-        if sizes[graph]:
-            following = owner[graph]
-        owner[graph] = following
-    order = tuple(sorted(range(len(sizes)), key=lambda graph: (owner[graph], graph)))
-    loads = {index: load for load, index in least}
-    counts = Counter(owner)
-    chunks, start = [], 0
-    for index in range(num_chunks):
+        following = owner[graph] = owner[graph] if sizes[graph] else following
+    chunks, start, counts = [], 0, Counter(owner)
+    for load, index in sorted(least, key=lambda one: one[1]):
         end = start + counts[index]
-        chunks.append(MicroBatch(index, start, end, loads[index], num_chunks == 1))
+        chunks.append(MicroBatch(index, start, end, load, num_chunks == 1))
         start = end
-    return BatchPlan(order, tuple(chunks))
+    return BatchPlan(tuple(sorted(range(len(sizes)), key=owner.__getitem__)), tuple(chunks))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.graph.chunk import Chunk, Peer, cut_edges
+from lightning_gnnpipe.graph.partition import remote_reads
 
 if TYPE_CHECKING:
     from lightning_gnnpipe.graph.plan import ChunkPlan
@@ -69,9 +70,6 @@ class Shard:
         own = torch.arange(first, end, device=self.ghosts.device)
         return self.globe.chunk_of_position()[torch.cat([own, self.ghosts])] % self.num_chunks
 
-    def to(self, device: torch.device | str) -> Shard:
-        return replace(self, globe=self.globe.to(device), ghosts=self.ghosts.to(device))
-
 
 def make_shard(globe: ChunkPlan, index: int, num_shards: int) -> Shard:
     """Return shard `index` of the plan of all pieces."""
@@ -118,15 +116,11 @@ def cut_shard(shard: Shard) -> tuple[tuple[Chunk, ...], Chunk]:
 
 def _find_peers(shard: Shard) -> list[tuple[Peer, ...]]:
     """Return for each chunk its peers, one per other shard, along the edges of `globe`."""
-    globe, num_nodes = shard.globe, shard.globe.num_nodes
-    source, target = globe.whole.chunks[0].edge_index
-    ends = torch.tensor(
-        [shard.bounds(one)[1] for one in range(shard.num_shards)], device=source.device
-    )
-    reader, owner = (torch.searchsorted(ends, nodes, right=True) for nodes in (target, source))
-    is_cross = reader != owner
-    pairs = torch.unique(reader[is_cross] * num_nodes + source[is_cross])
-    reader, read = pairs // num_nodes, pairs % num_nodes
+    globe, edges = shard.globe, shard.globe.whole.chunks[0].edge_index
+    bounds = [shard.bounds(one) for one in range(shard.num_shards)]
+    sizes = torch.tensor([end - first for first, end in bounds], device=edges.device)
+    owner = torch.arange(shard.num_shards, device=edges.device).repeat_interleave(sizes)
+    reader, read = remote_reads(edges, owner)
     first, end = shard.bounds(shard.index)
     found: list[tuple[Peer, ...]] = []
     for chunk in range(shard.num_chunks):

@@ -1,7 +1,5 @@
 """PyG's layers on one chunk: interception, edge normalisation, norms, and checks."""
 
-from __future__ import annotations
-
 from lightning_gnnpipe.layers.intercept import (
     Intercepted,
     find_convs,
@@ -19,24 +17,3 @@ from lightning_gnnpipe.layers.support import (
     check_pools,
     check_support,
 )
-
-__all__ = [
-    "Intercepted",
-    "Learner",
-    "NativeContext",
-    "NodeSums",
-    "Summing",
-    "check_graph_batches",
-    "check_norms",
-    "check_pools",
-    "check_sums",
-    "check_support",
-    "count_sums",
-    "find_convs",
-    "find_layers",
-    "guard_losses",
-    "intercept",
-    "tracks_statistics",
-    "uses_batch_statistics",
-    "without_memory",
-]

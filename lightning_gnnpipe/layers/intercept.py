@@ -1,21 +1,14 @@
 """Interception of `MessagePassing.propagate` and `edge_updater` on the instances of a model.
 
-A layer runs on the rows of one chunk with a local `edge_index`. Only source-side arguments
-(`name_j` in PyG's signature) also hold halo rows. The wrapped methods are in the instance's
-`__dict__` during a pass only, so the user's module does not change.
-
-State that layers keep besides their outputs is switched off. A cache would hold the edges of the
-first chunk or sample. SuperGATConv samples node pairs for a loss that the user asks for after the
-forward pass, but a chunk has neither all pairs nor the user's backward. Its outputs do not depend
-on the pairs, so none are sampled and the loss raises an error.
+The wrapped methods are in the instance's `__dict__` during a pass only: the module is the user's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch_geometric.nn as gnn
@@ -27,8 +20,7 @@ from lightning_gnnpipe._compat_pyg import (
     CACHES,
     MESH_CNN_CONV,
     UNDECOMPOSED,
-    arguments_of_edge_updater,
-    arguments_of_propagate,
+    arguments_of,
     arguments_of_update,
     multiplies_matrix,
 )
@@ -43,7 +35,9 @@ from lightning_gnnpipe.passing import (
     ROWS,
     LinearRule,
     MessageContext,
+    Replacement,
     linear_rule,
+    replace_all,
     replace_attributes,
 )
 
@@ -77,9 +71,8 @@ class Intercepted:
 
     @property
     def all(self) -> list[nn.Module]:
-        blocks = (block for block, _ in self.blocks)
-        named = self.norms | self.batch_norms
-        return [*self.convs.values(), *named.values(), *blocks]
+        named = self.convs | self.norms | self.batch_norms
+        return [*named.values(), *(block for block, _ in self.blocks)]
 
     def within(self, called: Iterable[nn.Module], *, has_sums: bool) -> Intercepted:
         """Return these layers without the norms outside of `called`: a head sees all rows."""
@@ -103,41 +96,41 @@ def find_layers(module: nn.Module) -> Intercepted:
     return Intercepted(find_convs(module), norms, batch_norms, blocks)
 
 
-@contextmanager
-def intercept(layers: Intercepted, context: MessageContext | NativeContext) -> Iterator[None]:
+def intercept(layers: Intercepted, context: MessageContext | NativeContext) -> ExitStack:
     """Run `layers` on the running chunk of `context` within the block."""
-    convs = layers.convs
-    with ExitStack() as stack:
-        for block, attributes in layers.blocks:
-            stack.enter_context(replace_attributes(block, attributes))
-        stack.enter_context(without_memory(convs))
-        if isinstance(context, NativeContext):
-            stack.enter_context(deferred(layers.batch_norms, context))
-            yield
-            return
-        if layers.norms:
-            stack.enter_context(whole_statistics(layers.norms, context))
-        stack.enter_context(localized(convs, context))
-        if any(isinstance(conv, RELATIONAL) for conv in convs.values()):
-            stack.enter_context(related(convs, context))
-        for name, conv in convs.items():
-            replaced: dict[str, Any] = {"forward": direct(name, conv, context)}
-            if not isinstance(conv, gnn.HGTConv):  # has widened its rows before: see `related`
-                for method in ("propagate", "edge_updater"):
-                    replaced[method] = _wrap(name, conv, method, context)
-            stack.enter_context(replace_attributes(conv, replaced))
-        yield
+    return replace_all(_replacements(layers, context))
+
+
+def _replacements(
+    layers: Intercepted, context: MessageContext | NativeContext
+) -> Iterator[Replacement]:
+    yield from layers.blocks
+    yield from _memoryless(layers.convs)
+    if isinstance(context, NativeContext):
+        yield from deferred(layers.batch_norms, context)
+        return
+    if layers.norms:
+        yield from whole_statistics(layers.norms, context)
+    yield from localized(layers.convs, context)
+    if any(isinstance(conv, RELATIONAL) for conv in layers.convs.values()):
+        yield from related(layers.convs, context)
+    for name, conv in layers.convs.items():
+        replaced: dict[str, Any] = {"forward": direct(name, conv, context)}
+        if not isinstance(conv, gnn.HGTConv):  # has widened its rows before: see `related`
+            for method in ("propagate", "edge_updater"):
+                replaced[method] = _wrap(name, conv, method, context)
+        yield conv, replaced
 
 
 def _wrap(
     name: str, conv: MessagePassing, method: str, context: MessageContext
 ) -> Callable[..., Tensor]:
+    """Return the method on the rows of one chunk; source-side arguments also hold halo rows."""
     original = getattr(conv, method)
     is_propagate, is_mesh = method == "propagate", isinstance(conv, MESH_CNN_CONV)
     rule = linear_rule(conv) if is_propagate else None
     is_linear = rule is not None
-    read = arguments_of_propagate(conv) if is_propagate else arguments_of_edge_updater(conv)
-    sources = frozenset(name[:-2] for name in read if name.endswith("_j"))
+    sources = frozenset(one[:-2] for one in arguments_of(method, conv) if one.endswith("_j"))
     kept = sources & frozenset(arguments_of_update(conv)) if is_propagate else frozenset()
 
     def run(edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
@@ -155,17 +148,20 @@ def _wrap(
             summed = _aggregate((name, call), conv, rule, edge_index, kwargs, context)
             if summed is not None:
                 return summed
-        chunk = context.chunk
-        wide = dict(kwargs)
+        chunk, wide = context.chunk, dict(kwargs)
         for argument in sources & kwargs.keys():
             key = (name, call, argument)
             wide[argument] = _widen(context, key, kwargs[argument], conv, is_linear=is_linear)
         size = (chunk.num_nodes + chunk.num_halo, chunk.num_nodes)
+        replaced = {}
         own = {key: kwargs[key] for key in kept & kwargs.keys()}
+        if own:  # `update` reads rows of the chunk's nodes alone
+            update = conv.update
+            replaced["update"] = lambda out, **given: update(out, **{**given, **own})
         context.is_passing = True
         try:
-            with replace_attributes(conv, _update_with(conv.update, own)):
-                return cast(Tensor, original(edge_index, size=size, **wide))
+            with replace_attributes(conv, replaced):
+                return original(edge_index, size=size, **wide)
         finally:
             context.is_passing = False
 
@@ -202,17 +198,14 @@ def _in_pieces(
     run: Callable[..., Tensor],
     edge_index: Tensor,
     sources: frozenset[str],
-    kwargs: Mapping[str, Any],
+    kwargs: dict[str, Any],
 ) -> Tensor:
     """Pass messages for one slice of the channels at a time; see PyG's `decomposed_layers`."""
     given = sources & kwargs.keys()
-    pieces = {key: kwargs[key].chunk(conv.decomposed_layers, -1) for key in given}
-    outputs = []
+    pieces = zip(*(kwargs[key].chunk(conv.decomposed_layers, -1) for key in given), strict=True)
+    parts = [kwargs | dict(zip(given, piece, strict=True)) for piece in pieces]
     with replace_attributes(conv, UNDECOMPOSED):
-        for i in range(len(next(iter(pieces.values())))):
-            parts = {key: piece[i] for key, piece in pieces.items()}
-            outputs.append(run(edge_index, **{**kwargs, **parts}))
-    return torch.cat(outputs, dim=-1)
+        return torch.cat([run(edge_index, **part) for part in parts], dim=-1)
 
 
 def _widen(
@@ -232,46 +225,43 @@ def _widen(
     if not isinstance(value, Tensor):
         return value
     wide = context.widen(*key, value, conv.node_dim, is_linear=is_linear)
-    read = {*arguments_of_propagate(conv), *arguments_of_edge_updater(conv)}
+    read = (*arguments_of("propagate", conv), *arguments_of("edge_updater", conv))
     is_read_by_target = f"{key[2]}_i" in read
     return (wide, value) if is_read_by_target else wide
 
 
-def _update_with(update: Callable[..., Tensor], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `update` with node-level arguments without halo rows, by its name."""
-    if not own:
-        return {}
-    return {"update": lambda out, **kwargs: update(out, **{**kwargs, **own})}
-
-
-@contextmanager
-def without_memory(convs: Mapping[str, MessagePassing]) -> Iterator[None]:
+def without_memory(convs: Mapping[str, MessagePassing]) -> ExitStack:
     """Switch off the layers' caches and losses within the block."""
-    with ExitStack() as stack:
-        for name, conv in convs.items():
-            if getattr(conv, "cached", False):
-                empty = {cache: None for cache in CACHES if hasattr(conv, cache)}
-                stack.enter_context(replace_attributes(conv, {"cached": False, **empty}))
-            if isinstance(conv, gnn.SuperGATConv):
-                attributes = {
+    return replace_all(_memoryless(convs))
+
+
+def _memoryless(convs: Mapping[str, MessagePassing]) -> Iterator[Replacement]:
+    """Yield what switches off caches, which would hold the first chunk's edges, and losses.
+
+    SuperGATConv samples node pairs for a loss that the user asks for after the forward pass, but a
+    chunk has neither all pairs nor the user's backward. Its outputs do not depend on the pairs.
+    """
+    for name, conv in convs.items():
+        if getattr(conv, "cached", False):
+            yield conv, {"cached": False, **{one: None for one in CACHES if hasattr(conv, one)}}
+        if isinstance(conv, gnn.SuperGATConv):
+            yield (
+                conv,
+                {
                     "forward": _without_pairs(conv.forward),
                     "positive_sampling": _no_edges,
                     "att_x": None,
                     "att_y": None,
                     "get_attention_loss": _refuse_loss(name, conv),
-                }
-                stack.enter_context(replace_attributes(conv, attributes))
-        yield
+                },
+            )
 
 
 def guard_losses(convs: Mapping[str, MessagePassing]) -> Callable[[], None]:
     """Make the layers raise if their loss is asked for; return a function that undoes this."""
-    stack = ExitStack()
-    for name, conv in convs.items():
-        if isinstance(conv, gnn.SuperGATConv):
-            attributes = {"get_attention_loss": _refuse_loss(name, conv)}
-            stack.enter_context(replace_attributes(conv, attributes))
-    return stack.close
+    losing = [one for one in convs.items() if isinstance(one[1], gnn.SuperGATConv)]
+    guards = ((conv, {"get_attention_loss": _refuse_loss(name, conv)}) for name, conv in losing)
+    return replace_all(guards).close
 
 
 def _without_pairs(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

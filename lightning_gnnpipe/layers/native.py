@@ -1,15 +1,13 @@
 """Layers on a micro-batch of whole graphs: PyG's own code, except for BatchNorm.
 
-Graphs have no neighbours in other micro-batches. BatchNorm normalises each micro-batch by its own
-statistics, and updates running statistics once, from the whole mini-batch.
 Source: DeferredBatchNorm of torchgpipe (arXiv 2004.09910).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +19,7 @@ from lightning_gnnpipe.layers.statistics import (
     update_running,
     uses_batch_statistics,
 )
-from lightning_gnnpipe.passing import EdgeLeaves, TapedContext, replace_attributes
+from lightning_gnnpipe.passing import EdgeLeaves, Replacement, TapedContext
 
 
 class NativeContext(TapedContext):
@@ -31,42 +29,37 @@ class NativeContext(TapedContext):
         self.num_chunks = num_chunks
         self.leaves: EdgeLeaves | None = None  # set during a pass, not used by layers
         self._segment = 0
-        self._calls: dict[str, int] = {}
+        self._calls = Counter[str]()
 
     def enter(self, chunk: Any, segment: int, leaves: Mapping[str, Any] | None = None) -> None:
         self._segment = segment
-        self._calls = {}
+        self._calls.clear()
 
     def leave(self) -> None:
-        self._calls = {}
+        self._calls.clear()
 
     def next_key(self, layer: str) -> tuple[int, str, int]:
         """Return the key of the next call of `layer` in the running segment."""
-        call = self._calls.get(layer, 0)
-        self._calls[layer] = call + 1
-        return self._segment, layer, call
+        self._calls[layer] += 1
+        return self._segment, layer, self._calls[layer]
 
 
-@contextmanager
-def deferred(norms: Mapping[str, nn.Module], context: NativeContext) -> Iterator[None]:
-    """Update running statistics of `norms` once for all micro-batches, within the block."""
-    with ExitStack() as stack:
-        if context.num_chunks > 1:
-            sums: dict[tuple[int, str, int], list[Tensor]] = {}
-            for name, norm in norms.items():
-                forward = _defer(name, norm, context, sums)
-                stack.enter_context(replace_attributes(norm, {"forward": forward}))
-        yield
+def deferred(norms: Mapping[str, nn.Module], context: NativeContext) -> Iterator[Replacement]:
+    """Yield what updates running statistics of `norms` once for all micro-batches.
+
+    Each micro-batch is still normalised by its own statistics.
+    """
+    if context.num_chunks > 1:
+        for name, norm in norms.items():
+            yield norm, {"forward": _defer(name, norm, context)}
 
 
-def _defer(
-    name: str, norm: Any, context: NativeContext, sums: dict[tuple[int, str, int], list[Tensor]]
-) -> Callable[[Tensor], Tensor]:
-    original = norm.forward
+def _defer(name: str, norm: Any, context: NativeContext) -> Callable[[Tensor], Tensor]:
+    original, sums = norm.forward, dict[tuple[int, str, int], list[Tensor]]()
 
     def run(x: Tensor) -> Tensor:
         if not uses_batch_statistics(norm):
-            return cast(Tensor, original(x))
+            return original(x)
         if x.numel() == x.size(1):
             raise UnsupportedError(
                 expected=f"'{name}', a {type(norm).__name__}, to get at least two rows from "
@@ -88,8 +81,7 @@ def _defer(
 def _moments(x: Tensor) -> Tensor:
     """Return count, sum, and sum of squared deviations, `[3, channels]`, in float64."""
     rows = x.double().movedim(1, -1).flatten(0, -2)
-    count = rows.new_full((rows.size(1),), rows.size(0))
-    total = rows.sum(0)
+    count, total = rows.new_full((rows.size(1),), rows.size(0)), rows.sum(0)
     return torch.stack([count, total, (rows - total / count).square().sum(0)])
 
 

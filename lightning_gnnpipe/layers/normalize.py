@@ -1,18 +1,16 @@
 """Edge normalisation on a chunk: `gcn_norm`, Laplacians and self-loops.
 
-They read all edges of a node, but a halo node's edges lie in another chunk. For edges and weights
-of the batch the result is computed once, on the whole graph. For weights that the model computes,
-the chunk's degrees are pushed and the halo's are pulled.
+They read all edges of a node, but a halo node's edges lie in another chunk: see `_of_the_batch`,
+and for weights that the model computes `_by_degrees`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,17 +29,16 @@ from lightning_gnnpipe.passing import (
     Entries,
     InLayer,
     MessageContext,
+    Replacement,
     is_matrix,
-    replace_attributes,
     replaces,
 )
 
-_LOOPS: tuple[Callable[..., Any], ...] = (add_remaining_self_loops, add_self_loops)
 
-
-@contextmanager
-def localized(convs: Mapping[str, MessagePassing], context: MessageContext) -> Iterator[None]:
-    """Replace these functions for `convs` by versions for one chunk, within the block.
+def localized(
+    convs: Mapping[str, MessagePassing], context: MessageContext
+) -> Iterator[Replacement]:
+    """Yield versions of these functions for one chunk.
 
     The names are replaced in the modules that define the layers' classes, so that inherited
     methods, and `super().forward(...)`, find them too. Other callers there get PyG's functions.
@@ -49,20 +46,17 @@ def localized(convs: Mapping[str, MessagePassing], context: MessageContext) -> I
     locals_: dict[Callable[..., Any], Callable[..., Any]] = {
         gcn_norm: partial(_local_norm, context),
         get_laplacian: partial(_local_laplacian, context),
-        **{function: partial(_local_loops, context, function) for function in _LOOPS},
+        add_self_loops: partial(_local_loops, context, add_self_loops),
+        add_remaining_self_loops: partial(_local_loops, context, add_remaining_self_loops),
     }
-    with ExitStack() as stack:
-        for names in _namespaces(convs):
-            for function, local in locals_.items():
-                name = function.__name__
-                if replaces(names.get(name), function):
-                    stack.callback(names.__setitem__, name, names[name])
-                    names[name] = InLayer(context, local, names[name])
-        for conv in convs.values():
-            if hasattr(conv, "__norm__"):  # ChebConv
-                laplacian = partial(_local_rescaled, context, conv.__norm__)
-                stack.enter_context(replace_attributes(conv, {"__norm__": laplacian}))
-        yield
+    for names in _namespaces(convs):
+        for function, local in locals_.items():
+            name = function.__name__
+            if replaces(names.get(name), function):
+                yield names, {name: InLayer(context, local, names[name])}
+    for conv in convs.values():
+        if hasattr(conv, "__norm__"):  # ChebConv
+            yield conv, {"__norm__": partial(_local_rescaled, context, conv.__norm__)}
 
 
 def _namespaces(convs: Mapping[str, MessagePassing]) -> Iterator[dict[str, Any]]:
@@ -81,24 +75,16 @@ def _of_the_batch(
     key: Hashable,
     edge_index: Tensor,
     weight: Tensor | None,
-    function: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]],
+    function: Callable[[Tensor, Tensor | None], Any],
 ) -> tuple[Tensor, Tensor] | None:
     """Return the chunk's part of `function` on the whole graph; None if inputs are computed."""
     if edge_index is not context.chunk.edge_index:
         return None
-    whole = None if weight is None else context.whole_leaf(weight)
+    whole = context.whole_leaf(weight)
     if weight is not None and whole is None:
         return None
-
-    def compute() -> tuple[Tensor, Tensor]:
-        return function(context.whole.edge_index, whole)
-
-    return context.functions.part(
-        (key, context.edges_key, None if weight is None else context.leaf_name(weight)),
-        whole,
-        context.chunk,
-        compute,
-    )
+    full_key, edges = (key, context.edges_key, context.leaf_name(weight)), context.whole.edge_index
+    return context.functions.part(full_key, whole, context.chunk, lambda: function(edges, whole))
 
 
 def _local_norm(
@@ -125,27 +111,22 @@ def _local_norm(
                 remedy="Pass normalised edge weights to forward, or train with num_chunks=1 "
                 "and graph_parallel=1.",
             )
-        return cast(tuple[Tensor, Tensor], gcn_norm(edge_index, edge_weight, num_nodes, *options))
-    known = _of_the_batch(
-        context,
-        ("gcn_norm", *options),
-        edge_index,
-        edge_weight,
-        lambda edges, weight: gcn_norm(edges, weight, context.whole.num_nodes, *options),
-    )
+        return gcn_norm(edge_index, edge_weight, num_nodes, *options)
+
+    def normalise(edges: Tensor, weight: Tensor | None) -> Any:
+        return gcn_norm(edges, weight, context.whole.num_nodes, *options)
+
+    key = ("gcn_norm", *options)
+    known = _of_the_batch(context, key, edge_index, edge_weight, normalise)
     if known is not None:
         return known
-    if edge_weight is None:
+    if add_self_loops:
         # Without weights PyG gives self-loops weight 1, even if `improved`.
-        if add_self_loops:
-            edge_index, _ = add_remaining_self_loops(edge_index, None, 1.0, num_nodes)
-        weight = torch.ones(edge_index.size(1), dtype=dtype, device=edge_index.device)
-    elif add_self_loops:
-        loop = 2.0 if improved else 1.0
-        edge_index, weight = add_remaining_self_loops(edge_index, edge_weight, loop, num_nodes)
-    else:
-        weight = edge_weight
-    return edge_index, _by_degrees(context, edge_index, weight)
+        loop = 2.0 if improved and edge_weight is not None else 1.0
+        edge_index, edge_weight = add_remaining_self_loops(edge_index, edge_weight, loop, num_nodes)
+    if edge_weight is None:
+        edge_weight = torch.ones(edge_index.size(1), dtype=dtype, device=edge_index.device)
+    return edge_index, _by_degrees(context, edge_index, edge_weight)
 
 
 def _by_degrees(context: MessageContext, edge_index: Tensor, weight: Tensor) -> Tensor:
@@ -168,7 +149,7 @@ def _local_matrix_norm(
     """`gcn_norm` of a sparse matrix, which treats self-loops otherwise, for one chunk."""
     options = (improved, adds_loops, flow, dtype)
 
-    def normalise(edges: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    def normalise(edges: Tensor, weight: Tensor | None) -> Any:
         num_nodes = context.whole.num_nodes
         matrix = replace(entries, edges=edges, weight=weight).build(num_nodes, num_nodes)
         found = gcn_norm(matrix, None, num_nodes, *options)
@@ -197,15 +178,12 @@ def _local_laplacian(
     num_nodes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`get_laplacian` for one chunk: local edges with self-loops, and weights."""
-    known = _of_the_batch(
-        context,
-        ("get_laplacian", normalization, dtype),
-        edge_index,
-        edge_weight,
-        lambda edges, weight: get_laplacian(
-            edges, weight, normalization, dtype, context.whole.num_nodes
-        ),
-    )
+
+    def compute(edges: Tensor, weight: Tensor | None) -> Any:
+        return get_laplacian(edges, weight, normalization, dtype, context.whole.num_nodes)
+
+    key = ("get_laplacian", normalization, dtype)
+    known = _of_the_batch(context, key, edge_index, edge_weight, compute)
     is_whole = context.sees_all or edge_index is context.whole.edge_index  # for `_local_rescaled`
     if known is None and not is_whole:
         raise _refuse_laplacian()
@@ -224,25 +202,18 @@ def _local_rescaled(
     batch: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """ChebConv's rescaled Laplacian for one chunk: local edges with self-loops, and weights."""
+    options = (normalization, lambda_max, dtype)
+
+    def compute(edges: Tensor, weight: Tensor | None) -> Any:
+        return original(edges, context.whole.num_nodes, weight, *options)
+
     known = None
     if batch is None and not isinstance(lambda_max, Tensor):
-        known = _of_the_batch(
-            context,
-            ("laplacian", normalization, lambda_max, dtype),
-            edge_index,
-            edge_weight,
-            lambda edges, weight: original(
-                edges, context.whole.num_nodes, weight, normalization, lambda_max, dtype=dtype
-            ),
-        )
-    if known is not None:
-        return known
-    if context.sees_all:
-        return cast(
-            tuple[Tensor, Tensor],
-            original(edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype, batch),
-        )
-    raise _refuse_laplacian()
+        key = ("laplacian", *options)
+        known = _of_the_batch(context, key, edge_index, edge_weight, compute)
+    if known is None and not context.sees_all:
+        raise _refuse_laplacian()
+    return known or original(edge_index, num_nodes, edge_weight, *options, batch)
 
 
 def _refuse_laplacian() -> UnsupportedError:
@@ -264,17 +235,16 @@ def _local_loops(
 ) -> tuple[Tensor, Any]:
     """Self-loops for the nodes of one chunk, if a layer does not pass `num_nodes`."""
     if num_nodes is not None or is_matrix(edge_index):
-        return cast(tuple[Tensor, Any], original(edge_index, edge_attr, fill_value, num_nodes))
+        return original(edge_index, edge_attr, fill_value, num_nodes)
     if context.edges_key[0] is None:
         raise UnsupportedError(
             expected=f"a layer on several edge sets to pass 'num_nodes' to {original.__name__}()",
             found="none",
             remedy="Pass num_nodes=x.size(0).",
         )
-    chunk = context.chunk
-    edges, attr = original(edge_index, edge_attr, fill_value, chunk.num_nodes)
+    num_nodes = context.chunk.num_nodes
+    edges, attr = original(edge_index, edge_attr, fill_value, num_nodes)
     # PyG infers the number of nodes from the largest index: nodes beyond it get no loop.
-    nodes = context.perm[chunk.start : chunk.end]
     keep = torch.ones(edges.size(1), dtype=torch.bool, device=edges.device)
-    keep[edges.size(1) - chunk.num_nodes :] = nodes < context.num_numbered
+    keep[edges.size(1) - num_nodes :] = context.are_numbered()
     return edges[:, keep], None if attr is None else attr[keep]

@@ -1,14 +1,8 @@
-"""Operations of HANConv, HGTConv and mesh convolutions besides passing messages.
-
-MeshCNNConv reads edges 4 i, ..., 4 i + 3 as the neighbours a, b, c and d. Plans sort edges by
-target and keep the order of edges with one target, so a group with one target stays together. Any
-other group would be split, even on one chunk, so it is refused.
-"""
+"""Operations of HANConv, HGTConv and mesh convolutions besides passing messages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -18,14 +12,9 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv import han_conv
 
-from lightning_gnnpipe._compat_pyg import SOURCE_ROWS, source_rows
+from lightning_gnnpipe._compat_pyg import SOURCE_ROWS
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.passing import (
-    InLayer,
-    MessageContext,
-    push_pull,
-    replace_attributes,
-)
+from lightning_gnnpipe.passing import InLayer, MessageContext, PushPull, Replacement
 
 Rows = dict[str, Tensor]
 _GROUP = 4
@@ -34,19 +23,14 @@ _GROUP = 4
 RELATIONAL = (gnn.HANConv, gnn.HGTConv)
 
 
-@contextmanager
-def related(convs: Mapping[str, MessagePassing], context: MessageContext) -> Iterator[None]:
-    """Let HANConv and HGTConv read other chunks within the block."""
+def related(convs: Mapping[str, MessagePassing], context: MessageContext) -> Iterator[Replacement]:
+    """Yield what lets HANConv and HGTConv read other chunks."""
     names = {id(c.k_lin): name for name, c in convs.items() if isinstance(c, gnn.HANConv)}
-    with ExitStack() as stack:
-        if names:
-            group = InLayer(context, _group(names, context), han_conv.group)
-            stack.enter_context(replace_attributes(han_conv, {"group": group}))
-        for name, conv in convs.items():
-            if isinstance(conv, gnn.HGTConv):
-                build = _build_sources(name, conv, context)
-                stack.enter_context(replace_attributes(conv, {SOURCE_ROWS: build}))
-        yield
+    if names:
+        yield han_conv, {"group": InLayer(context, _group(names, context), han_conv.group)}
+    for name, conv in convs.items():
+        if isinstance(conv, gnn.HGTConv):
+            yield conv, {SOURCE_ROWS: _build_sources(name, conv, context)}
 
 
 def _group(names: Mapping[int, str], context: MessageContext) -> Callable[..., Any]:
@@ -57,7 +41,7 @@ def _group(names: Mapping[int, str], context: MessageContext) -> Callable[..., A
         xs: Sequence[Tensor], q: Tensor, k_lin: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor | None, Tensor | None]:
         if not xs or context.store is None:
-            return cast(tuple[Tensor | None, Tensor | None], original(xs, q, k_lin))
+            return original(xs, q, k_lin)
         sets = torch.stack(list(xs))  # [num_edge_sets, num_nodes, channels]
         mean = _mean_over_nodes(names[id(k_lin)], torch.tanh(k_lin(sets)).transpose(0, 1), context)
         weight = F.softmax((q * mean).sum(-1), dim=0)
@@ -77,7 +61,7 @@ def _mean_over_nodes(layer: str, rows: Tensor, context: MessageContext) -> Tenso
     parts = torch.split(rows, [chunk.num_nodes for chunk in chunks])
     shares = torch.stack([part.sum(0, dtype=dtype) for part in parts]) / context.whole.num_nodes
     key = context.next_key(layer)
-    wide = push_pull(shares, store.by_chunk, key, node, context.tape, is_linear=True)
+    wide: Tensor = cast(Any, PushPull).apply(shares, store.by_chunk, key, node, context.tape, True)
     return wide.sum(0).to(rows.dtype)
 
 
@@ -85,7 +69,7 @@ def _build_sources(
     name: str, conv: gnn.HGTConv, context: MessageContext
 ) -> Callable[[Rows, Rows, dict[Any, Tensor]], Any]:
     """Return HGTConv's method that copies keys and values, widened by halo rows."""
-    original = source_rows(conv)
+    original = getattr(conv, SOURCE_ROWS)
 
     def build(keys: Rows, values: Rows, edge_sets: dict[Any, Tensor]) -> Any:
         call = context.next_call(name)
@@ -101,7 +85,11 @@ def _build_sources(
 def check_order(
     name: str, conv: MessagePassing, edge_index: Tensor, context: MessageContext
 ) -> None:
-    """Raise unless MeshCNNConv `name` gets the batch's edges, in groups with one target each."""
+    """Raise unless MeshCNNConv `name` gets the batch's edges, in groups with one target each.
+
+    It reads edges 4 i, ..., 4 i + 3 as the neighbours a, b, c and d. Plans sort edges by target and
+    keep the order of edges with one target. Any other group would be split, even on one chunk.
+    """
     is_own = edge_index is context.chunk.edge_index and not context.edges_key[1]
     if is_own and context.functions.has_groups(context.plan, _GROUP):
         return

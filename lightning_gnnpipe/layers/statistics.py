@@ -1,18 +1,11 @@
 """Norms with statistics over all nodes, on one chunk.
 
-On the whole graph they run unchanged, and their statistics are stored. A chunk uses statistics of
-the rows that have run in this step, and assumes that the remaining rows moved alike since the last
-step: see `RowMoments`. Gradients flow through the statistics to all chunks that have run. BatchNorm
-updates running statistics once per step from all rows, as in full-batch training. These rows come
-from stale inputs, so validation replaces the statistics by its own.
-
 All these norms scale and shift channels: `Formula` computes both from mean and variance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -21,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.passing import CallKey, MessageContext, ShardLink, replace_attributes
+from lightning_gnnpipe.passing import CallKey, MessageContext, Replacement, ShardLink
 from lightning_gnnpipe.staleness import RowMoments
 
 # From a norm, and mean and variance `[channels]`, to scale (None for 1) and shift `[channels]`.
@@ -80,14 +73,19 @@ def has_statistics(layer: nn.Module) -> bool:
     return type(layer) in _FORMULAS or type(layer) in (gnn.BatchNorm, gnn.GraphSizeNorm)
 
 
-@contextmanager
-def whole_statistics(norms: Mapping[str, nn.Module], context: MessageContext) -> Iterator[None]:
-    """Let `norms` normalise chunks by statistics of the whole graph, within the block."""
-    with ExitStack() as stack:
-        for name, norm in norms.items():
-            forward = _wrap(name, norm, context)
-            stack.enter_context(replace_attributes(norm, {"forward": forward}))
-        yield
+def whole_statistics(
+    norms: Mapping[str, nn.Module], context: MessageContext
+) -> Iterator[Replacement]:
+    """Yield what lets `norms` normalise chunks by statistics of the whole graph.
+
+    On the whole graph they run unchanged, and their statistics are stored. A chunk uses statistics
+    of the rows that have run in this step, and assumes that the remaining rows moved alike since
+    the last step: see `RowMoments`. Gradients flow through them to all chunks that have run.
+    BatchNorm updates running statistics once per step from all rows, as in full-batch training.
+    These rows come from stale inputs, so validation replaces the statistics by its own.
+    """
+    for name, norm in norms.items():
+        yield norm, {"forward": _wrap(name, norm, context)}
 
 
 def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor]:
@@ -99,18 +97,18 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
         given = (value for value in (*args, *kwargs.values()) if value is not None)
         x, *more = (value for value in given if store is None or not _means_one_graph(value))
         if kind is gnn.GraphSizeNorm and store is not None and not more:
-            return cast(Tensor, x * context.whole.num_nodes**-0.5)
+            return x * context.whole.num_nodes**-0.5
         if name in context.replaced and not _uses_statistics(norm):
             _replace_running(norm, x, context.next_key(name), context)
         is_split = store is not None and store.shards is not None
-        is_known = context.is_whole and context.is_replay and not is_split
-        if store is None or is_known or not _uses_statistics(norm):
-            return cast(Tensor, original(*args, **kwargs))
+        is_part = is_split or not context.is_whole
+        if store is None or not _uses_statistics(norm) or (context.is_replay and not is_part):
+            return original(*args, **kwargs)
         key = context.next_key(name)
-        if kind is gnn.BatchNorm and (is_split or not context.is_whole):
-            return cast(Tensor, norm.module(x))  # an nn.BatchNorm1d, also wrapped
+        if kind is gnn.BatchNorm and is_part:
+            return norm.module(x)  # an nn.BatchNorm1d, also wrapped
         has_formula = kind in _FORMULAS and x.dim() == 2 and not more
-        if not has_formula and (is_split or not context.is_whole):
+        if is_part and not has_formula:
             raise _refuse(name, norm, x)
         if context.is_whole and has_formula and not context.is_replay:
             # Inside `propagate` rows may be messages, which belong to no chunk.
@@ -125,7 +123,7 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
             if store.shards is not None:
                 result = _normalize_over_shards(norm, x, store.shards)
             else:
-                result = cast(Tensor, original(*args, **kwargs))
+                result = original(*args, **kwargs)
             context.dtypes[key] = result.dtype
             return result
         moments = store.moments[key]

@@ -1,15 +1,7 @@
-"""Sums over all nodes outside of layers, such as linear attention, on one chunk.
-
-    kv = k.t() @ v      [channels, channels]      out = q @ kv / n
+"""Sums over all nodes outside of layers, on one chunk: `k.t() @ v` in linear attention.
 
 A function is a sum over nodes if its results on parts of the rows add up to that on all rows, maybe
-as a mean, or as a root of squares. `Learner` tries this on a small graph, so that user code and
-PyG's attention need no table. It also finds operands that are computed from the number of all
-nodes. Everywhere else `x.size(0)` is the number of rows in the chunk.
-
-`Summing` runs these functions on a chunk. As in norms over all nodes, the sums of chunks that have
-run in this step are added up, with their gradient. The last known sums of other chunks are added,
-as constants. Exact passes see all rows, and store the sums of each chunk.
+as a mean, or as a root of squares.
 """
 
 from __future__ import annotations
@@ -32,9 +24,10 @@ from lightning_gnnpipe.user_code import is_checkpointed
 
 Key = tuple[str, int]  # name of a function, and its number among calls of this name in a segment
 
+_OfSum = Callable[[Tensor, int], Tensor]
 # Pairs: turn a result into something that adds up, and turn the total back. The last pair has
 # gradient 0 at 0.
-_FORMS: tuple[tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor, int], Tensor]], ...] = (
+_FORMS: tuple[tuple[_OfSum, _OfSum], ...] = (
     (lambda result, _: result, lambda total, _: total),
     (lambda mean, n: mean * n if n else torch.zeros_like(mean), lambda total, n: total / n),
     (lambda root, _: root.square(), lambda total, _: (total + (total == 0)).sqrt() * (total != 0)),
@@ -46,18 +39,12 @@ _COUNTS = (lambda n: n, lambda n: 1 / n, math.sqrt, lambda n: n**-0.5, math.log)
 
 @dataclass(frozen=True, slots=True)
 class NodeSum:
-    """A function that reduces rows of nodes, or has their number among its operands.
+    """A function that reduces rows of nodes, or has their number among its operands."""
 
-    Attributes:
-        dims: For each operand, the dimension of nodes, if it has one.
-        form: An index into `_FORMS`; or a text, why it is refused; or None: each row is treated by
-            itself, and only `counts` matter.
-        counts: Pairs (position of an operand, index into `_COUNTS` of the function that it is of
-            the number of all nodes).
-    """
-
-    dims: tuple[int | None, ...]
+    dims: tuple[int | None, ...]  # for each operand, the dimension of nodes, if it has one
+    # An index into `_FORMS`; or why it is refused; or None: it treats each row by itself.
     form: int | str | None
+    # Pairs: an operand, and the index into `_COUNTS` of how it depends on the number of nodes.
     counts: frozenset[tuple[int, int]] = frozenset()
 
     def merge(self, other: NodeSum | None, *, is_clear: bool) -> NodeSum | None:
@@ -117,7 +104,12 @@ class _Counting(TorchFunctionMode):
 
 
 class Learner(_Counting):
-    """Finds sums over the nodes of a small graph; `num_nodes` differs from all other sizes."""
+    """Finds sums over the nodes of a small graph; `num_nodes` differs from all other sizes.
+
+    It tries all functions, so that user code and PyG's attention need no table. It also finds
+    operands that are computed from the number of all nodes. Everywhere else `x.size(0)` is the
+    number of rows in the chunk.
+    """
 
     def __init__(self, num_nodes: int) -> None:
         super().__init__()
@@ -134,13 +126,12 @@ class Learner(_Counting):
             self._depth -= 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        key = self._count(func, args, is_hidden=self._depth > 0)
-        operands = _Operands(func, args, kwargs or {})
-        name = "" if key is None else key[0]
+        key, kwargs = self._count(func, args, is_hidden=self._depth > 0), kwargs or {}
+        operands, name = _Operands(func, args, kwargs), "" if key is None else key[0]
         overwrites = name.endswith("_") and (name.startswith("__i") or not name.startswith("__"))
         if overwrites:
             operands.values = [v.clone() if isinstance(v, Tensor) else v for v in operands.values]
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if key is not None and isinstance(result, Tensor) and result.is_floating_point():
             with torch.no_grad(), torch.autocast(result.device.type, enabled=False):
                 found = self._learn(operands, result)
@@ -167,7 +158,9 @@ class Learner(_Counting):
             whole, first = operands.call(), operands.call_on(dims, 0, half)
             if not is_reduced:
                 return row_wise if _is_close(first, whole.narrow(places[0], 0, half)) else None
-            if not whole.numel() and any(map(_is_mask, values, dims)):
+            pairs = zip(values, dims, strict=True)
+            has_mask = any(dim is not None and v.dtype is torch.bool for v, dim in pairs)
+            if has_mask and not whole.numel():
                 return NodeSum(dims, "with a mask that selects no row in a trial")
             second = operands.call_on(dims, half, n - half)
             if not first.shape == second.shape == whole.shape:  # rows of a mask
@@ -201,10 +194,6 @@ def _as_test(value: Any, dim: int | None) -> Any:
     return value.double() if dim is None else torch.randn_like(value.double()).exp()
 
 
-def _is_mask(value: Any, dim: int | None) -> bool:
-    return dim is not None and value.dtype is torch.bool
-
-
 def _is_close(ours: Any, theirs: Tensor) -> bool:
     tolerance = 1e-8 if theirs.dtype == torch.float64 else 1e-3
     is_alike = isinstance(ours, Tensor) and ours.shape == theirs.shape
@@ -225,7 +214,12 @@ def check_sums(sums: NodeSums) -> None:
 
 
 class Summing(_Counting):
-    """Runs a segment's `sums` over all nodes on the running chunk of `context`."""
+    """Runs a segment's `sums` over all nodes on the running chunk of `context`.
+
+    As in norms over all nodes, the sums of chunks that have run in this step are added up, with
+    their gradient. The last known sums of other chunks are added, as constants. Exact passes see
+    all rows, and store the sums of each chunk.
+    """
 
     def __init__(self, sums: NodeSums, context: Any) -> None:
         super().__init__()

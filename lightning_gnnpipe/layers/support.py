@@ -1,8 +1,6 @@
-"""Which PyG layers are exact on chunks, and checks that refuse the rest.
+"""Which PyG layers are exact on several chunks, and checks that refuse the rest.
 
-With one chunk every layer is exact. With several, PyG's message-passing layers must be in
-`EXACT_CONVS`, which tests verify. Layers of the user are tried on a small graph before training.
-Layers that mix rows outside of message passing are refused, with a remedy.
+Layers of the user are tried on a small graph before training.
 """
 
 from __future__ import annotations
@@ -16,14 +14,11 @@ from torch_geometric.nn import MessagePassing, aggr
 from torch_geometric.nn.aggr.fused import FusedAggregation
 
 from lightning_gnnpipe._compat_pyg import MESH_CNN_CONV
-from lightning_gnnpipe._compat_torch import (
-    BATCH_NORM,
-    INSTANCE_NORM,
-    has_spectral_norm,
-)
+from lightning_gnnpipe._compat_torch import BATCH_NORM, INSTANCE_NORM, has_spectral_norm
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.layers.statistics import has_statistics
 
+# Tests verify these.
 EXACT_CONVS: frozenset[type] = frozenset(
     {
         gnn.AGNNConv,
@@ -269,16 +264,15 @@ def _node_types(layer: nn.Module) -> set[str]:
 
 def _refused_conv(conv: nn.Module) -> Refusals:
     reason = next((why for kind, why in REFUSED_CONVS.items() if isinstance(conv, kind)), None)
+    is_of_pyg = type(conv).__module__.startswith("torch_geometric.")
     if isinstance(conv, gnn.GPSConv) and conv.attn_type == "performer":
         return
-    is_of_pyg = type(conv).__module__.startswith("torch_geometric.")
     if reason is not None or (is_of_pyg and type(conv) not in EXACT_CONVS):
         remedy = (
             f"Train with num_chunks=1, or use one of {_names(EXACT_CONVS)}, or a MessagePassing "
             "subclass of your own."
         )
-        is_relational = isinstance(conv, gnn.HypergraphConv)
-        remedy = _REMEDY_RELATIONS if is_relational else remedy
+        remedy = _REMEDY_RELATIONS if isinstance(conv, gnn.HypergraphConv) else remedy
         yield reason or "it is not known to be exact on chunks", remedy
 
 

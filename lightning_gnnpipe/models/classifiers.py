@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -33,6 +33,14 @@ class _Classifier(L.LightningModule):
     def _shared_step(self, batch: Data, split: Split) -> Tensor:
         """Return the loss on the split; log the metric and, except for test, the loss."""
         raise NotImplementedError
+
+    def _log(
+        self, split: Split, name: str, metric: Metric, loss: Tensor, size: int, **options: Any
+    ) -> None:
+        log = partial(self.log, on_step=False, on_epoch=True, prog_bar=True, batch_size=size)
+        if split != "test":
+            log(f"{split}_loss", loss, **options)
+        log(f"{split}_{name}", metric)
 
 
 class NodeClassifier(_Classifier):
@@ -74,19 +82,12 @@ class NodeClassifier(_Classifier):
         return torch.optim.Adam(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
 
     def _shared_step(self, batch: Data, split: Split) -> Tensor:
-        """Return the loss on the split; log accuracy and, except for test, the loss."""
         mask = batch[f"{split}_mask"]
         logits, labels = self(batch)[mask], batch.y[mask]
         loss = F.cross_entropy(logits, labels)
         metric = getattr(self, f"{split}_acc")
         metric(logits, labels)
-
-        log = partial(
-            self.log, on_step=False, on_epoch=True, prog_bar=True, batch_size=labels.numel()
-        )
-        if split != "test":
-            log(f"{split}_loss", loss)
-        log(f"{split}_acc", metric)
+        self._log(split, "acc", metric, loss, labels.numel())
         return loss
 
 
@@ -149,18 +150,11 @@ class GraphClassifier(_Classifier):
         return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
 
     def _shared_step(self, batch: Data, split: Split) -> Tensor:
-        """Return the loss on the graphs; log the metric and, except for test, the loss."""
         logits, labels = self(batch), batch.y.view(-1).long()
         loss = F.cross_entropy(logits, labels)
         metric = getattr(self, f"{split}_metric")
         metric.update(logits[:, 1] - logits[:, 0] if self.metric == "auroc" else logits, labels)
-
-        log = partial(
-            self.log, on_step=False, on_epoch=True, prog_bar=True, batch_size=labels.numel()
-        )
-        if split != "test":
-            log(f"{split}_loss", loss, sync_dist=True)
-        log(f"{split}_{self.metric}", metric)
+        self._log(split, self.metric, metric, loss, labels.numel(), sync_dist=True)
         return loss
 
 

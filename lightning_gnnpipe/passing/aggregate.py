@@ -1,15 +1,5 @@
 """Autograd functions that exchange rows and gradients between chunks.
 
-`PushPull` writes (pushes) the chunk's rows to the history and reads (pulls) its halo rows. Backward
-runs over the chunks in reverse order. It adds the halo rows' gradients to a buffer, and takes what
-later chunks added for this chunk's rows. Gradients of stale rows arrive after the backward of their
-chunk, so they are dropped.
-
-`LinearAggregate` is fused, for layers whose messages are source rows, or rows times a constant
-weight. Forward pushes the chunk's rows and multiplies the adjacency matrix with the history. It
-copies no halo rows and stores no messages. Backward multiplies the transposed matrix with a buffer
-of output gradients. Chunks whose backward has not run are zero there.
-
 Source: GNNPipe (arXiv 2308.10087), as the exact gradient of what was computed: a stale row is a
 constant.
 """
@@ -18,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch_geometric.nn as gnn
@@ -32,11 +22,16 @@ from lightning_gnnpipe.passing.sparse import Adjacency, multiply
 
 if TYPE_CHECKING:
     from lightning_gnnpipe.graph import Chunk
-    from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore, Tape
+    from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore, ShardLink, Tape
 
 
 class PushPull(torch.autograd.Function):
-    """Append halo rows to a chunk's rows."""
+    """Write (push) a chunk's rows to the history, and append (pull) its halo rows.
+
+    Backward runs over the chunks in reverse order. It adds the halo rows' gradients to a buffer,
+    and takes what later chunks added for this chunk's rows. Gradients of stale rows arrive after
+    the backward of their chunk, so they are dropped.
+    """
 
     @staticmethod
     def forward(
@@ -76,19 +71,6 @@ class PushPull(torch.autograd.Function):
         return both, None, None, None, None, None
 
 
-def push_pull(
-    rows: Tensor,
-    store: HaloStore,
-    key: CallKey,
-    chunk: Chunk,
-    tape: Tape | None,
-    *,
-    is_linear: bool,
-) -> Tensor:
-    """Return the chunk's rows, `[num_nodes, *]`, followed by its halo rows."""
-    return cast(Tensor, cast(Any, PushPull).apply(rows, store, key, chunk, tape, is_linear))
-
-
 ROWS = "x"
 
 # Methods that return `x_j` or `weight * x_j`, and the argument that holds the weight. A subclass
@@ -114,8 +96,7 @@ _LINEAR: dict[Callable[..., Any], str | None] = {
 _AGGREGATIONS: dict[type, bool] = {aggr.SumAggregation: False, aggr.MeanAggregation: True}
 
 
-@dataclass(frozen=True, slots=True)
-class LinearRule:
+class LinearRule(NamedTuple):
     """How a layer aggregates. `weight`: the argument of `propagate` with one factor per edge."""
 
     weight: str | None
@@ -153,7 +134,7 @@ class Aggregation:
 
     def forward(self, rows: Tensor) -> Tensor:
         if self.store is None:
-            return self._multiply_block(rows, by_source=False)
+            return multiply(self.adjacency.block(self.chunk, rows.dtype, by_source=False), rows)
         is_replay = self.tape is not None and self.tape.is_replay
         if not is_replay:
             self.store.push(self.key, self.chunk, rows)
@@ -176,26 +157,24 @@ class Aggregation:
     def _sum(self, table: Tensor) -> Tensor:
         return multiply(self.adjacency.rows(self.chunk, table.dtype), table)
 
-    def _multiply_block(self, own: Tensor, *, by_source: bool) -> Tensor:
-        return multiply(self.adjacency.block(self.chunk, own.dtype, by_source=by_source), own)
-
     def backward(self, grad: Tensor) -> Tensor:
         if self.store is None:
-            return self._multiply_block(grad, by_source=True)
+            return multiply(self.adjacency.block(self.chunk, grad.dtype, by_source=True), grad)
         if self.is_whole:
-            own = multiply(self.adjacency.columns(self.chunk, grad.dtype), grad)
-            return self._with_ghosts(own, grad, 1.0, None)
+            return self._give_back(self.store.shards, grad)
         table, done = self.store.add_output_grad(self.key, self.chunk, grad)
         scale = self.store.linear_scale
-        columns = self.adjacency.columns(self.chunk, table.dtype, scale, done)
-        return self._with_ghosts(multiply(columns, table), table, scale, done).to(grad.dtype)
+        return self._give_back(self.store.shards, table, scale, done).to(grad.dtype)
 
-    def _with_ghosts(
-        self, own: Tensor, table: Tensor, scale: float, done: tuple[int, ...] | None
+    def _give_back(
+        self,
+        shards: ShardLink | None,
+        table: Tensor,
+        scale: float = 1.0,
+        done: tuple[int, ...] | None = None,
     ) -> Tensor:
-        """Send ghost gradients to other shards; return `own` plus the gradients received."""
-        assert self.store is not None
-        shards = self.store.shards
+        """Return the gradients of the chunk's rows, summed with what other shards send for them."""
+        own = multiply(self.adjacency.columns(self.chunk, table.dtype, scale, done), table)
         if shards is None:
             return own
         ghosts = shards.ghosts(self.chunk)
@@ -204,7 +183,12 @@ class Aggregation:
 
 
 class LinearAggregate(torch.autograd.Function):
-    """Autograd function of `Aggregation`."""
+    """Fused, for layers whose messages are source rows, or rows times a constant weight.
+
+    Forward pushes the chunk's rows and multiplies the adjacency matrix with the history. It copies
+    no halo rows and stores no messages. Backward multiplies the transposed matrix with a buffer of
+    output gradients. Chunks whose backward has not run are zero there.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, aggregation: Aggregation) -> Tensor:
@@ -215,8 +199,3 @@ class LinearAggregate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.aggregation.backward(grad), None
-
-
-def aggregate(rows: Tensor, aggregation: Aggregation) -> Tensor:
-    """Return the weighted sums of source rows; input and output are `[num_nodes, channels]`."""
-    return cast(Tensor, cast(Any, LinearAggregate).apply(rows, aggregation))

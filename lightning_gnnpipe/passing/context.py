@@ -1,19 +1,16 @@
 """Context of intercepted layers: the running chunk, its edges, and the store of halo rows.
 
-Each history has the key (segment, layer, call, argument). A layer that passes messages several
-times in one forward pass has one history for each call.
-
-A batch may hold several edge sets over the same nodes. Each chunk has one halo for all of its edge
-sets, so local indices mean the same in each. Reversed edges have a halo of their own.
+Each chunk has one halo for all of its edge sets, so local indices mean the same in each. Reversed
+edges have a halo of their own. Each call of a layer has a history of its own, see `CallKey`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,10 +18,13 @@ from torch import Tensor
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
-from lightning_gnnpipe.passing.aggregate import Aggregation, aggregate, push_pull
+from lightning_gnnpipe.passing.aggregate import Aggregation, LinearAggregate, PushPull
 from lightning_gnnpipe.passing.interfaces import CallKey, EdgeLeaves, HaloStore, Tape
 from lightning_gnnpipe.passing.matrix import RUNNING, Entries
 from lightning_gnnpipe.passing.whole import EdgeFunctions
+
+# An instance, Python module or namespace, and attributes to set.
+Replacement = tuple[object, Mapping[str, Any]]
 
 _layer: ContextVar[MessageContext | None] = ContextVar("layer", default=None)  # per thread
 
@@ -113,19 +113,13 @@ class MessageContext(TapedContext):
         """The whole graph (all shards) as one chunk, with the running layer's edges."""
         return self.plan.globe.whole.chunks[0]
 
-    @property
-    def perm(self) -> Tensor:
-        """The node at each position of this shard, `[num_nodes]`."""
-        return self._plan.perm
-
-    @property
-    def num_numbered(self) -> int:
-        """The number of nodes that PyG infers from the edges: the largest index plus one."""
+    def are_numbered(self) -> Tensor:
+        """Whether PyG counts each of the chunk's nodes: up to the largest index of the edges."""
         edge_set = self._running.edge_set
         if edge_set not in self._num_numbered:
             nodes = self._plan.globe.perm[self.whole.edge_index]
             self._num_numbered[edge_set] = int(nodes.max()) + 1 if nodes.numel() else 0
-        return self._num_numbered[edge_set]
+        return self._plan.perm[self.chunk.start : self.chunk.end] < self._num_numbered[edge_set]
 
     @property
     def is_whole(self) -> bool:
@@ -149,19 +143,17 @@ class MessageContext(TapedContext):
         if scope.edge_set is not None:
             return scope.edge_set if edges is scope.chunk.edge_index else None
         numbers = range(self._plan.num_edge_sets)
-        return next(
-            (i for i in numbers if edges is self._chunk_of(i, scope.is_reverse).edge_index), None
-        )
+        chunks = (self._chunk_of(i, scope.is_reverse) for i in numbers)
+        return next((i for i, chunk in enumerate(chunks) if edges is chunk.edge_index), None)
 
     def find_flip(self, layer: str, edges: Tensor) -> int | None:
         """Return the edge set whose edges in the chunk are `edges` with swapped rows, or None."""
         scope = self._running
         key = (scope.segment, layer, self.next_call(f"edges of {layer}"))
-        numbers = range(self._plan.num_edge_sets)
         # The whole graph decides: the few edges of a chunk may fit several sets.
         if key not in self._flips or self.is_whole:
-            found = (i for i in numbers if self._is_flip_of(edges, i))
-            self._flips[key] = next(found, None)
+            numbers = range(self._plan.num_edge_sets)
+            self._flips[key] = next((i for i in numbers if self._is_flip_of(edges, i)), None)
         known = self._flips[key]
         return known if known is not None and self._is_flip_of(edges, known) else None
 
@@ -182,28 +174,20 @@ class MessageContext(TapedContext):
     @contextmanager
     def directed(self, edge_set: int, is_reverse: bool) -> Iterator[Tensor]:
         """Switch to one edge set, maybe reversed, within the block; yield `[2, num_edges]`."""
-        before = self._running
-        self._scope = replace(
-            before,
-            chunk=self._chunk_of(edge_set, is_reverse),
-            leaves=dict(before.leaves),
-            edge_set=edge_set,
-            is_reverse=is_reverse,
-        )
+        before, chunk = self._running, self._chunk_of(edge_set, is_reverse)
+        self._scope = replace(before, chunk=chunk, edge_set=edge_set, is_reverse=is_reverse)
+        self._scope.leaves = dict(before.leaves)
         try:
-            yield self._scope.chunk.edge_index
+            yield chunk.edge_index
         finally:
             self._scope = before
 
-    @contextmanager
-    def along(self, edges: Tensor) -> Iterator[None]:
+    def along(self, edges: Tensor) -> AbstractContextManager[Any]:
         """Switch to the edge set of `edges`, if there is one, within the block."""
         found = self.find_edges(edges)
         if found is None or found == self._running.edge_set:
-            yield
-            return
-        with self.directed(found, is_reverse=False):
-            yield
+            return nullcontext()
+        return self.directed(found, is_reverse=False)
 
     def reversed_leaf(self, tensor: Tensor) -> Tensor | None:
         """Return the reversed chunk's part of the edge-level leaf of `tensor`, or None."""
@@ -215,7 +199,7 @@ class MessageContext(TapedContext):
         scope.leaves[id(part)] = scope.leaves[id(tensor)][0], version_of(part)
         return part
 
-    def whole_leaf(self, tensor: Tensor) -> Tensor | None:
+    def whole_leaf(self, tensor: Tensor | None) -> Tensor | None:
         """Return the edge-level leaf of `tensor`, in the order of `whole.edge_index`, or None."""
         name = self.leaf_name(tensor)
         if name is None or self.leaves is None:
@@ -223,10 +207,10 @@ class MessageContext(TapedContext):
         edge_set, is_reverse = self.edges_key
         return self.leaves.whole_edge_leaf(name, edge_set=edge_set, reverse=is_reverse)
 
-    def leaf_name(self, tensor: Tensor) -> str | None:
+    def leaf_name(self, tensor: Tensor | None) -> str | None:
         """Return the name of the leaf of `tensor`; None if there is none, or it was modified."""
         name, version = self._running.leaves.get(id(tensor), (None, 0))
-        return name if version == version_of(tensor) >= 0 else None
+        return name if tensor is not None and version == version_of(tensor) >= 0 else None
 
     @property
     def is_plain(self) -> bool:
@@ -238,29 +222,6 @@ class MessageContext(TapedContext):
         call = self.next_call(f"statistics of {layer}")
         return CallKey(self._running.segment, layer, call, "statistics")
 
-    def aggregation(
-        self, key: tuple[str, int, str], edges: Tensor, weight: Tensor | None, *, is_mean: bool
-    ) -> Aggregation | None:
-        """Return the fused aggregation over `edges` with factors `weight`, `[num_edges]`.
-
-        None if the model computes either, or if the histories are on another device.
-        """
-        scope = self._running
-        if self.store is not None and not self.store.is_local and not self.is_whole:
-            return None
-        adjacency = self.functions.adjacency(edges, weight, is_mean=is_mean)
-        if adjacency is None and edges is scope.chunk.edge_index:
-            leaf = None if weight is None else self.whole_leaf(weight)
-            if weight is None or (leaf is not None and leaf.dim() == 1):
-                name = None if weight is None else self.leaf_name(weight)
-                adjacency = self.functions.batch_adjacency(
-                    (name, self.edges_key), self.whole.edge_index, leaf, is_mean=is_mean
-                )
-        if adjacency is None:
-            return None
-        full_key = CallKey(scope.segment, *key)
-        return Aggregation(adjacency, scope.chunk, self.store, full_key, self.is_whole, self.tape)
-
     def weighted_sum(
         self,
         key: tuple[str, int, str],
@@ -270,22 +231,38 @@ class MessageContext(TapedContext):
         *,
         is_mean: bool,
     ) -> Tensor | None:
-        """Return sums of source rows times `weight` by one product; None if not possible."""
+        """Return sums of source rows times `weight`, `[num_edges]`, by one product.
+
+        None if the model computes edges or weights, or if the histories are on another device.
+        """
+        scope = self._running
         if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
             return None
-        if rows.size(0) != self.chunk.num_nodes:
+        if rows.size(0) != scope.chunk.num_nodes:
             return None
         if weight is not None:
             if weight.requires_grad or weight.dim() != 1:
                 return None
             rows = rows.to(torch.promote_types(rows.dtype, weight.dtype))  # of messages
-        aggregation = self.aggregation(key, edges, weight, is_mean=is_mean)
-        return None if aggregation is None else aggregate(rows, aggregation)
+        if self.store is not None and not self.store.is_local and not self.is_whole:
+            return None
+        adjacency = self.functions.adjacency(edges, weight, is_mean=is_mean)
+        if adjacency is None and edges is scope.chunk.edge_index:
+            leaf, batch_key = self.whole_leaf(weight), (self.leaf_name(weight), self.edges_key)
+            if weight is None or (leaf is not None and leaf.dim() == 1):
+                adjacency = self.functions.batch_adjacency(
+                    batch_key, self.whole.edge_index, leaf, is_mean=is_mean
+                )
+        if adjacency is None:
+            return None
+        full_key = CallKey(scope.segment, *key)
+        call = Aggregation(adjacency, scope.chunk, self.store, full_key, self.is_whole, self.tape)
+        return cast(Any, LinearAggregate).apply(rows, call)
 
     def as_matrix(self, entries: Entries) -> Any:
         """Return local entries as a layer receives them, `[num_nodes, num_nodes + num_halo]`."""
         chunk, (edges, weight) = self.chunk, (entries.edges, entries.weight)
-        whole = None if weight is None else self.whole_leaf(weight)
+        whole = self.whole_leaf(weight)
         source = weight if whole is None else whole
         known = self.functions.matrices.get(id(edges))
         if known is not None and known[0] is edges and known[1] is source:
@@ -332,9 +309,8 @@ class MessageContext(TapedContext):
             wide = rows
         else:
             key = CallKey(scope.segment, layer, call, argument)
-            first = rows.movedim(dim, 0)
-            wide = push_pull(first, self.store, key, scope.chunk, self.tape, is_linear=is_linear)
-            wide = wide.movedim(0, dim)
+            how = (self.store, key, scope.chunk, self.tape, is_linear)
+            wide = cast(Any, PushPull).apply(rows.movedim(dim, 0), *how).movedim(0, dim)
         scope.widened[memo] = (rows, wide)
         return wide
 
@@ -361,18 +337,27 @@ class MessageContext(TapedContext):
 
 @contextmanager
 def replace_attributes(owner: object, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Set attributes of the instance (or Python module) itself within the block."""
-    own, missing = vars(owner), object()
-    before = {name: own.get(name, missing) for name in attributes}
+    """Set attributes of the instance itself, Python module or namespace within the block."""
+    own = owner if isinstance(owner, dict) else vars(owner)
+    before = {name: own[name] for name in attributes if name in own}
     own.update(attributes)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is missing:
-                own.pop(name, None)
-            else:
-                own[name] = value
+        for name in attributes.keys() - before.keys():
+            own.pop(name, None)
+        own.update(before)
+
+
+def replace_all(replacements: Iterable[Replacement]) -> ExitStack:
+    """Replace attributes one owner after the other; return what undoes it.
+
+    A generator sees what it has yielded before: `forward` of a layer can be replaced twice.
+    """
+    with ExitStack() as stack:
+        for owner, attributes in replacements:
+            stack.enter_context(replace_attributes(owner, attributes))
+        return stack.pop_all()
 
 
 @dataclass(frozen=True, slots=True)

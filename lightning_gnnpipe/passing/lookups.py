@@ -1,11 +1,7 @@
 """Rows that the user's code looks up at the sources of edges, outside of `propagate`.
 
-    row, col = edge_index
-    scatter(x[row], col, 0, x.size(0))    messages by hand: x is widened first
-    weight = (x[row] * x[col]).sum(-1)    weights of edges: likewise
-    degree(row, x.size(0))                comes from the whole graph
-
-All targets are rows of the chunk; some sources are rows of other chunks.
+In `x[row]`, x is widened first: some sources are rows of other chunks. `degree(row, x.size(0))`
+comes from the whole graph. All targets are rows of the chunk.
 """
 
 from __future__ import annotations
@@ -34,14 +30,10 @@ _LIBRARIES = ("torch.", "torch_geometric.nn.conv.", "lightning_gnnpipe.")
 
 
 class Lookups(BaseTorchFunctionMode):
-    """Widens rows that the user's code looks up by sources, within the block.
+    """Widens rows, `num_nodes` before, that the user's code looks up by sources, within the block.
 
-    Args:
-        num_nodes: Number of rows before they are widened.
-        widen: Appends the halo's rows.
-        sum_up: Called as `sum_up(sources, rows, counts)` for a sum at sources; `counts`: it is
-            `degree`. Returns the sum, or None to let torch compute it.
-        pairs: Tensors of shape `[2, n]` that are no edges, such as pairs to score.
+    `sum_up(sources, rows, counts)` returns a sum at sources, or None to let torch compute it;
+    `counts`: it is `degree`. `pairs`: tensors of shape `[2, n]` that are no edges.
     """
 
     def __init__(
@@ -55,10 +47,8 @@ class Lookups(BaseTorchFunctionMode):
         self._num_nodes, self._widen, self._sum_up, self._pairs = num_nodes, widen, sum_up, pairs
         self._sources: dict[int, Tensor] = {}  # kept alive, so that no id is reused
 
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         rows, index = _lookup(name, args, kwargs)
         is_sum = name.startswith(_SUMS)
         reads = id(index) in self._sources or (not is_sum and self._is_edges(index))
@@ -72,7 +62,7 @@ class Lookups(BaseTorchFunctionMode):
                 if summed is not None:
                     return summed
         # Warnings of torch then name torch's file, not this one.
-        result = cast(Any, super()).__torch_function__(function, types, args, kwargs)
+        result = cast(Any, super()).__torch_function__(func, types, args, kwargs)
         self._follow(name, args, result)
         return result
 

@@ -1,11 +1,7 @@
 """Sparse matrices as arguments of the pipelined module.
 
-    A, [num_nodes, num_nodes]  ->  edges (columns, rows), weight (values), nodes
-
-Row i of `A @ x` sums rows of x: columns are sources, rows are targets. On the whole graph and on
-samples the matrix is put together again in the user's layout, so that PyG's own code runs. On a
-chunk a `ChunkMatrix` replaces it. A layer receives the chunk's rows as a matrix `[num_nodes,
-num_nodes + num_halo]`. A product in forward is a weighted sum of source rows, as a layer's is.
+Row i of `A @ x` sums rows of x: columns are sources of edges, rows are targets. On the whole graph
+and on samples the matrix is put together again in the user's layout, so that PyG's own code runs.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +22,7 @@ from torch_geometric.utils import scatter, spmm, to_edge_index
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing.aggregate import ROWS
+from lightning_gnnpipe.passing.sparse import starts_of
 
 if TYPE_CHECKING:
     from lightning_gnnpipe.passing.context import MessageContext
@@ -48,19 +45,12 @@ def is_matrix(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entries:
-    """The entries of a sparse matrix.
+    """The entries of a sparse matrix."""
 
-    Attributes:
-        edges: `[2, num_edges]` columns and rows.
-        weight: `[num_edges, *]` values; None for ones.
-        layout: None for `SparseTensor`.
-        dtype: Of the values; None for a `SparseTensor` without values.
-    """
-
-    edges: Tensor
-    weight: Tensor | None
-    layout: torch.layout | None
-    dtype: torch.dtype | None
+    edges: Tensor  # `[2, num_edges]` columns and rows
+    weight: Tensor | None  # `[num_edges, *]` values; None for ones
+    layout: torch.layout | None  # None for `SparseTensor`
+    dtype: torch.dtype | None  # of the values; None for a `SparseTensor` without values
 
     def build(self, num_rows: int, num_columns: int) -> Any:
         """Return the matrix; entries of a row stay in their order."""
@@ -81,14 +71,8 @@ class Entries:
             places = torch.stack([row, column])
             return torch.sparse_coo_tensor(places, values, shape, is_coalesced=True)
         if self.layout is torch.sparse_csc:
-            return torch.sparse_csc_tensor(_starts(column, num_columns), row, values, shape)
-        return torch.sparse_csr_tensor(_starts(row, num_rows), column, values, shape)
-
-
-def _starts(ascending: Tensor, count: int) -> Tensor:
-    starts = ascending.new_zeros(count + 1)
-    starts[1:] = torch.bincount(ascending, minlength=count).cumsum(0)
-    return starts
+            return torch.sparse_csc_tensor(starts_of(column, num_columns), row, values, shape)
+        return torch.sparse_csr_tensor(starts_of(row, num_rows), column, values, shape)
 
 
 class Matrices:
@@ -152,7 +136,11 @@ def _version_of(matrix: Any) -> int:
 
 
 class ChunkMatrix:
-    """Replaces a sparse matrix in the running chunk: the rows of the chunk's nodes."""
+    """Replaces a sparse matrix in the running chunk: the rows of the chunk's nodes.
+
+    A layer receives them as a matrix `[num_nodes, num_nodes + num_halo]`; see `as_matrix`. A
+    product in forward is a weighted sum of source rows, as a layer's is.
+    """
 
     def __init__(
         self, context: MessageContext, entries: Entries, *, is_reverse: bool = False
@@ -195,15 +183,14 @@ class ChunkMatrix:
         context, is_mean = self._context, reduce == "mean"
         with context.in_layer(), self.along() as entries:
             key = (_PRODUCT, context.next_call(_PRODUCT), ROWS)
-            weight = entries.weight
-            summed = context.weighted_sum(key, entries.edges, other, weight, is_mean=is_mean)
+            edges, weight = entries.edges, entries.weight
+            summed = context.weighted_sum(key, edges, other, weight, is_mean=is_mean)
             if summed is not None:
                 return summed
-            source, target = entries.edges
-            messages = context.widen(*key, other, is_linear=True)[source]
+            messages = context.widen(*key, other, is_linear=True)[edges[0]]
             if weight is not None:
                 messages = messages * weight.view(-1, *[1] * (other.dim() - 1))
-            return scatter(messages, target, 0, context.chunk.num_nodes, reduce)
+            return scatter(messages, edges[1], 0, context.chunk.num_nodes, reduce)
 
     mm = spmm = __matmul__ = matmul
 
@@ -252,4 +239,4 @@ def multiply_matrix(matrix: Any, other: Tensor, reduce: str = "sum") -> Tensor:
         return matrix.matmul(other, reduce)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyG's advice on layouts would name this line
-        return cast(Tensor, spmm(matrix, other, reduce))
+        return spmm(matrix, other, reduce)

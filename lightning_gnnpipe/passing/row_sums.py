@@ -1,9 +1,8 @@
 """Weighted sums of rows on a GPU: the product of a sparse matrix and a table, a kernel in Triton.
 
-One program sums up to `LONGEST` entries of one row. Rows with more entries, which graphs with a few
-nodes of high degree have, are summed in pieces by several programs; then one program per row sums
-the pieces. No two programs add to the same numbers, so bits repeat from run to run. Half types are
-summed in float32.
+One program sums up to `LONGEST` entries of a row. Longer rows, which are few, are summed in pieces
+by several programs, then one program sums the pieces. No two add to the same numbers, so bits
+repeat from run to run. Half types are summed in float32.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
@@ -51,8 +51,7 @@ class Pieces:
         is_part = is_long[row]
         slots = torch.where(is_part, num_rows - 1 + is_part.cumsum(0), row)
         long_rows = is_long.nonzero().squeeze(1)
-        ends = counts[long_rows].cumsum(0)
-        long_starts = torch.cat([ends.new_zeros(1), ends])
+        long_starts = F.pad(counts[long_rows].cumsum(0), (1, 0))
         return cls(starts, slots, long_rows, long_starts, num_parts)
 
 
@@ -87,22 +86,13 @@ def _launch(
 ) -> None:
     channels = table.size(1)
     width = min(MOST_CHANNELS, triton.next_power_of_2(channels))
+    height = min(MOST_ENTRIES, max(1, TILE // (width * table.element_size())))
+    arguments = (out, parts, table, indices, values, starts, slots, out.size(0), channels)
+    is_wide = table.dtype == torch.float64
     on_gpu = table.device.type == "cuda"  # else by Triton's interpreter
     with torch.cuda.device(table.device) if on_gpu else nullcontext():
         _sum_pieces[starts.numel() - 1, triton.cdiv(channels, width)](
-            out,
-            parts,
-            table,
-            indices,
-            values,
-            starts,
-            slots,
-            out.size(0),
-            channels,
-            wide=table.dtype == torch.float64,
-            height=min(MOST_ENTRIES, max(1, TILE // (width * table.element_size()))),
-            width=width,
-            num_warps=1,
+            *arguments, wide=is_wide, height=height, width=width, num_warps=1
         )
 
 

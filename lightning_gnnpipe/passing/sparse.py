@@ -1,8 +1,7 @@
 """The graph as a sparse matrix, and products of some of its rows with a dense table.
 
-On a GPU a kernel in Triton computes them, see `row_sums.py`. On CPU `embedding_bag` does: one
-thread adds the entries of a row in order, 5 to 8 times faster than torch's sparse matrices
-(`examples/benchmarks/aggregation`). With both, bits repeat from run to run.
+On a GPU a kernel in Triton computes them, see `row_sums.py`; on a CPU `embedding_bag` does. With
+both, bits repeat from run to run.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_gnnpipe.errors import first_line
@@ -32,45 +32,36 @@ class SparseRows:
     offsets: Tensor  # `[num_rows + 1]` start of each row in `indices`
     indices: Tensor  # `[num_entries]` columns
     values: Tensor | None  # `[num_entries]`; None for ones
-    first: int = 0  # the first entry's place in the order of the whole matrix
+    owners: Tensor | None = None  # `[num_entries]` chunks of the columns, of `Adjacency.columns`
     cuts: dict[int, Any] = field(default_factory=dict)  # of `offsets`, which `replace` must keep
 
 
 class Pattern:
     """The edges of a graph, sorted by target and by source.
 
-    Args:
-        edges: `[2, num_edges]` positions of sources and targets, sorted by target.
-        num_nodes: Nodes, N, or rows of a shard with its ghosts.
-        owner: `[num_nodes]` the chunk of each row.
+    `edges`: positions, sorted by target. `num_nodes`: with the ghosts of a shard. `owner`:
+    `[num_nodes]` the chunk of each row.
     """
 
     def __init__(self, edges: Tensor, num_nodes: int, owner: Tensor) -> None:
         small = max(num_nodes, edges.size(1)) < 2**31 - 64  # kernels count a little beyond
-        self._dtype = torch.int32 if small else torch.int64
-        self.num_nodes = num_nodes
+        dtype = torch.int32 if small else torch.int64
         source, self.target = edges
         by_source, order = source.sort(stable=True)
-        self.order = order.to(self._dtype)
-        self.sources = source.to(self._dtype)
-        self.targets_by_source = self.target[order].to(self._dtype)
-        self.starts = self._starts(self.target)
-        self.starts_by_source = self._starts(by_source)
-        self.owner = owner.to(self._dtype)[self.targets_by_source]
+        self.order = order.to(dtype)
+        self.sources = source.to(dtype)
+        self.targets_by_source = self.target[order].to(dtype)
+        self.starts = starts_of(self.target, num_nodes).to(dtype)
+        self.starts_by_source = starts_of(by_source, num_nodes).to(dtype)
+        self.owner = owner.to(dtype)[self.targets_by_source]
         self.num_owners = int(owner.max()) + 1
         self.chunk_of_row = owner
         self.is_cross = owner[by_source] != self.owner
 
-    def _starts(self, sorted_positions: Tensor) -> Tensor:
-        counts = torch.bincount(sorted_positions, minlength=self.num_nodes)
-        starts = torch.zeros(self.num_nodes + 1, dtype=self._dtype, device=counts.device)
-        starts[1:] = counts.cumsum(0)
-        return starts
 
-    @property
-    def degrees(self) -> Tensor:
-        """Number of edges that end in each node, `[num_nodes]`."""
-        return self.starts.diff()
+def starts_of(ascending: Tensor, count: int) -> Tensor:
+    """Return where each of `count` numbers starts in a sorted tensor, and the end."""
+    return F.pad(torch.bincount(ascending, minlength=count).cumsum(0), (1, 0))
 
 
 class Adjacency:
@@ -79,12 +70,12 @@ class Adjacency:
     def __init__(self, pattern: Pattern, values: Tensor | None, *, is_mean: bool) -> None:
         self._pattern = pattern
         if is_mean:
-            share = pattern.degrees.clamp(min=1).to(torch.float64).reciprocal()[pattern.target]
+            degrees = pattern.starts.diff()
+            share = degrees.clamp(min=1).to(torch.float64).reciprocal()[pattern.target]
             values = share if values is None else share * values
         self._values = values
         self._typed: dict[_Key, Tensor | None] = {}
         self._parts: dict[_Key, SparseRows] = {}
-        self._entries: dict[_Key, Tensor] = {}
         self._sums: dict[_Key, tuple[tuple[int, ...], Tensor]] = {}  # see `entry_sums`
         self._masked: tuple[object, SparseRows] | None = None
 
@@ -92,9 +83,8 @@ class Adjacency:
         """Return the chunk's rows: the edges that end in it, columns are their sources."""
         key = ("rows", chunk.start, chunk.end, dtype)
         if key not in self._parts:
-            pattern = self._pattern
             values = self._in_order(dtype, by_source=False, scale=1.0)
-            self._parts[key] = _cut(chunk, pattern.starts, pattern.sources, values)
+            self._parts[key] = _cut(chunk, self._pattern.starts, self._pattern.sources, values)
         return self._parts[key]
 
     def entry_sums(self, chunk: Chunk, sources: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -128,19 +118,14 @@ class Adjacency:
         outside `targets` are zero; None keeps all.
         """
         key = ("columns", chunk.start, chunk.end, dtype, scale)
-        pattern = self._pattern
         if key not in self._parts:
-            values = self._in_order(dtype, by_source=True, scale=scale)
-            self._parts[key] = _cut(
-                chunk, pattern.starts_by_source, pattern.targets_by_source, values
-            )
+            pattern, values = self._pattern, self._in_order(dtype, by_source=True, scale=scale)
+            starts, columns = pattern.starts_by_source, pattern.targets_by_source
+            self._parts[key] = _cut(chunk, starts, columns, values, pattern.owner)
         if targets is None:
             return self._parts[key]
         if self._masked is None or self._masked[0] != (key, targets):
-            part = self._parts[key]
-            owner = pattern.owner[part.first : part.first + part.indices.numel()]
-            mask = self._flags(owner, targets, dtype)
-            self._masked = (key, targets), _mask(part, mask)
+            self._masked = (key, targets), self._mask(self._parts[key], targets, dtype)
         return self._masked[1]
 
     def ghost_columns(
@@ -153,22 +138,23 @@ class Adjacency:
     ) -> SparseRows:
         """Return the columns of rows `ghosts`, the chunk's rows in other shards; see `columns`."""
         key = ("ghosts", chunk.index, chunk.is_whole, dtype, scale)
-        pattern = self._pattern
         if key not in self._parts:
-            starts = pattern.starts_by_source
+            pattern, starts = self._pattern, self._pattern.starts_by_source
             counts = (starts[ghosts + 1] - starts[ghosts]).long()
-            offsets = torch.zeros(ghosts.numel() + 1, dtype=starts.dtype, device=starts.device)
-            offsets[1:] = counts.cumsum(0)
+            offsets = F.pad(counts.cumsum(0), (1, 0)).to(starts.dtype)
             first = (starts[ghosts] - offsets[:-1]).repeat_interleave(counts)
             entry = first + torch.arange(int(offsets[-1]), device=starts.device)
             values = self._in_order(dtype, by_source=True, scale=scale)
-            part = None if values is None else values[entry]
-            self._parts[key] = SparseRows(offsets, pattern.targets_by_source[entry], part)
-            self._entries[key] = entry
-        if targets is None:
-            return self._parts[key]
-        mask = self._flags(pattern.owner[self._entries[key]], targets, dtype)
-        return _mask(self._parts[key], mask)
+            values = None if values is None else values[entry]
+            columns, owners = pattern.targets_by_source[entry], pattern.owner[entry]
+            self._parts[key] = SparseRows(offsets, columns, values, owners)
+        part = self._parts[key]
+        return part if targets is None else self._mask(part, targets, dtype)
+
+    def _mask(self, rows: SparseRows, targets: tuple[int, ...], dtype: torch.dtype) -> SparseRows:
+        assert rows.owners is not None
+        mask = self._flags(rows.owners, targets, dtype)
+        return replace(rows, values=mask if rows.values is None else mask * rows.values)
 
     def _flags(self, owner: Tensor, chunks: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return 1 where `owner` is one of `chunks`, 0 elsewhere."""
@@ -182,9 +168,9 @@ class Adjacency:
         key = (dtype, by_source, scale)
         if key not in self._typed:
             values = self._values
-            if values is not None and by_source:
-                values = values[self._pattern.order]
-            values = None if values is None else values.to(dtype).contiguous()
+            if values is not None:
+                values = values[self._pattern.order] if by_source else values
+                values = values.to(dtype).contiguous()
             if scale != 1.0:
                 is_cross = self._pattern.is_cross
                 factor = torch.ones(is_cross.numel(), dtype=dtype, device=is_cross.device)
@@ -194,19 +180,25 @@ class Adjacency:
         return self._typed[key]
 
 
-def _cut(chunk: Chunk, starts: Tensor, indices: Tensor, values: Tensor | None) -> SparseRows:
+def _cut(
+    chunk: Chunk,
+    starts: Tensor,
+    indices: Tensor,
+    values: Tensor | None,
+    owner: Tensor | None = None,
+) -> SparseRows:
     offsets = starts[chunk.start : chunk.end + 1]
     first, last = int(offsets[0]), int(offsets[-1])
-    part = None if values is None else values[first:last]
-    return SparseRows(offsets - offsets[0], indices[first:last], part, first)
-
-
-def _mask(rows: SparseRows, mask: Tensor) -> SparseRows:
-    return replace(rows, values=mask if rows.values is None else mask * rows.values)
+    values, owner = (None if one is None else one[first:last] for one in (values, owner))
+    return SparseRows(offsets - offsets[0], indices[first:last], values, owner)
 
 
 def multiply(rows: SparseRows, table: Tensor) -> Tensor:
-    """Return `rows @ table`, `[num_rows, channels]`, without autocast."""
+    """Return `rows @ table`, `[num_rows, channels]`, without autocast.
+
+    On CPU one thread adds the entries of a row in order, 5 to 8 times faster than torch's sparse
+    matrices (`examples/benchmarks/aggregation`).
+    """
     device, table = table.device.type, table.contiguous()
     sum_on_gpu = _gpu_kernel(table.device) if table.is_cuda else None
     if sum_on_gpu is not None:

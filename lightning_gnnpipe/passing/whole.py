@@ -51,11 +51,8 @@ class EdgeFunctions:
             if is_whole:
                 first = edge[::size].repeat_interleave(size)
                 place = torch.arange(edge.numel(), device=edge.device) % size
-                is_whole = bool(
-                    (edge == first + place).all()
-                    and (first % size == 0).all()
-                    and (target == target[::size].repeat_interleave(size)).all()
-                )
+                is_same = target == target[::size].repeat_interleave(size)
+                is_whole = bool(((edge == first + place) & (first % size == 0) & is_same).all())
             self._has_groups[edges, size] = is_whole
         return self._has_groups[edges, size]
 
@@ -81,11 +78,9 @@ class EdgeFunctions:
     def adjacency(self, edges: Tensor, values: Tensor | None, *, is_mean: bool) -> Adjacency | None:
         """Return the matrix for `edges` and `values` that `part` returned; None for any other."""
         known, place = self._owners.get(id(edges), (None, 0))
-        if known is None:
-            return None
-        part = known.parts[place]
+        part = (None, None) if known is None else known.parts[place]
         is_known = part[0] is edges and part[1] is values
-        return self._matrix(known, is_mean) if is_known else None
+        return self._matrix(known, is_mean) if known and is_known else None
 
     def batch_adjacency(
         self, key: Hashable, edges: Tensor, weight: Tensor | None, *, is_mean: bool
@@ -100,10 +95,8 @@ class EdgeFunctions:
         known = self._known.get(key)
         if known is not None and known.source is source:
             return known
-        pattern = None
+        pattern = known.pattern if known is not None and is_sorted else None
         if known is not None:
-            if is_sorted:
-                pattern = known.pattern
             for edges, _ in known.parts.values():
                 self._owners.pop(id(edges), None)
         with torch.inference_mode(False), torch.no_grad():

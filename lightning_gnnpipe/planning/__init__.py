@@ -1,7 +1,5 @@
 """Forecasts of layouts: costs measured in one process, steps simulated."""
 
-from __future__ import annotations
-
 from lightning_gnnpipe.planning.from_module import plan_pipeline
 from lightning_gnnpipe.planning.measured import Link
 from lightning_gnnpipe.planning.pipeline_plan import LayoutForecast, PipelinePlan

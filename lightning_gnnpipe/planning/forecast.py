@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch_geometric.nn import HANConv
 
 from lightning_gnnpipe.calls import Call, Inputs
@@ -23,7 +23,6 @@ from lightning_gnnpipe.graph import (
     edges_within,
     partition_nodes,
     plan_from_assignment,
-    split_chunks,
 )
 from lightning_gnnpipe.layers import check_support, find_convs, find_layers, without_memory
 from lightning_gnnpipe.options import StrategyOptions
@@ -42,7 +41,6 @@ from lightning_gnnpipe.stages import (
     undisturbed,
 )
 from lightning_gnnpipe.steps import stages_of_norms
-from lightning_gnnpipe.types import Balance
 
 
 def cut_checked(
@@ -75,13 +73,18 @@ def forecast(
     check_graph(inputs.edge_index.cpu(), inputs.num_nodes)
     layers = cut_checked(module, call, inputs, strategy, is_cut=is_cut)
     if options.layout is not None:
-        _check_stages(strategy.balance, len(layers.segments), options.layout[0])
+        num_layers, num_stages = len(layers.segments), options.layout[0]
+        if isinstance(strategy.balance, str):
+            check_num_stages(num_layers, num_stages)
+        else:
+            check_counts(strategy.balance, num_layers, num_stages)
     edge_index = inputs.edge_index.cpu()
     assignment = partition_nodes(
         edge_index, inputs.num_nodes, num_chunks=options.num_chunks, method=strategy.partition
     )
-    drops = strategy.cross_chunk_edges == "drop"
-    kept = edges_within(edge_index, assignment) if drops else None
+    kept = None
+    if strategy.cross_chunk_edges == "drop":
+        kept = edges_within(edge_index, assignment)
     plan = plan_from_assignment(edge_index, inputs.num_nodes, assignment, kept=kept)
     plan = plan.with_edge_sets(inputs.edge_sizes).to(inputs.edge_index.device)
     planned = PlannedInputs(plan)
@@ -94,19 +97,19 @@ def forecast(
         costs=costs,
         copied_bytes_per_s=measure_copies(inputs.num_nodes, costs.layers, plan.perm.device),
         chunks=plan,
-        edge_index=edge_index if kept is None else edge_index[:, kept],
-        find_shards=lambda num_shards: split_chunks(edge_index, assignment, num_shards),
+        assignment=assignment,
+        edge_index=edge_index,
+        kept_edges=edge_index if kept is None else edge_index[:, kept],
         batch_bytes=sum(leaf.nbytes for leaf in call.leaves),
         loss_s=time_loss(_blank_output(module, layers, call, inputs)),
         plain=time_plain_step(module, call, inputs, plan),
         options=options,
     )
-    return _compare(measured, edge_index)
+    return _compare(measured)
 
 
 def _blank_output(module: nn.Module, layers: Layers, call: Call, inputs: Inputs) -> Any:
     """Return zeros in the structure and shapes of the module's output."""
-    known = (layers.values[name] for name in layers.outputs)
     tensors = [
         torch.zeros(
             (inputs.num_rows(value.kind, value.edge_set), *value.row_shape),
@@ -114,20 +117,13 @@ def _blank_output(module: nn.Module, layers: Layers, call: Call, inputs: Inputs)
             device=inputs.edge_index.device,
             requires_grad=value.requires_grad,
         )
-        for value in known
+        for value in (layers.values[name] for name in layers.outputs)
     ]
     with undisturbed(module):
         return layers.rebuild_output(tensors, call.leaves)
 
 
-def _check_stages(balance: Balance, num_layers: int, num_stages: int) -> None:
-    if isinstance(balance, str):
-        check_num_stages(num_layers, num_stages)
-    else:
-        check_counts(balance, num_layers, num_stages)
-
-
-def _compare(measured: Measured, edge_index: Tensor) -> PipelinePlan:
+def _compare(measured: Measured) -> PipelinePlan:
     """Return the plan of the requested or else the best layout, with forecasts of all layouts."""
     chunks, layers = measured.chunks, measured.layers
     made = {layout: LayoutForecaster(measured, *layout) for layout in _layouts(measured)}
@@ -137,7 +133,7 @@ def _compare(measured: Measured, edge_index: Tensor) -> PipelinePlan:
     own = forecasts[layout]
     return PipelinePlan(
         num_nodes=chunks.num_nodes,
-        num_edges=edge_index.size(1),
+        num_edges=measured.edge_index.size(1),
         layer_names=tuple(map(LayerNames(measured.module).of, layers.segments)),
         layer_costs=measured.costs.layers,
         stages=tuple(made[layout].stages()),
@@ -145,13 +141,13 @@ def _compare(measured: Measured, edge_index: Tensor) -> PipelinePlan:
         chunk_rows=tuple(chunk.num_nodes for chunk in chunks.chunks),
         chunk_edges=tuple(chunk.num_edges for chunk in chunks.chunks),
         halo_rows=tuple(chunk.num_halo for chunk in chunks.chunks),
-        edge_cut_frac=edge_cut_frac(edge_index, measured.assignment),
+        edge_cut_frac=edge_cut_frac(measured.edge_index, measured.assignment),
         step_s=own.step_s,
         loss_s=measured.loss_s,
         bubble_frac=own.bubble_frac,
         step_bytes=own.step_bytes,
         one_device_s=measured.one_device_s,
-        plain_s=measured.plain_s,
+        plain_s=None if measured.plain is None else measured.plain.seconds + measured.loss_s,
         plain_bytes=measured.plain_bytes,
         layouts=tuple(forecasts.values()),
         link_gbit_per_s=measured.options.link.gbit_per_s,
@@ -163,14 +159,12 @@ def _layouts(measured: Measured) -> list[tuple[int, int]]:
     """Return the (stages, shards) to compare, with the requested ones; `ConfigError` if none."""
     options, num_nodes = measured.options, measured.chunks.num_nodes
     num_layers = len(measured.layers.segments)
-    can_split = not any(isinstance(m, HANConv) for m in measured.module.modules())
-    most_shards = num_nodes if can_split else 1
+    is_whole = any(isinstance(m, HANConv) for m in measured.module.modules())
     pairs = factorize(options.num_devices, most_stages=num_layers)
-    possible = [pair for pair in pairs if pair[1] <= most_shards]
-    possible = [one for one in possible if _has_own_norms(measured, one)] or possible
-    asked = options.layout
-    if asked is not None:
-        return possible if asked in possible else [*possible, asked]
+    possible = [pair for pair in pairs if pair[1] <= (1 if is_whole else num_nodes)]
+    possible = [pair for pair in possible if _has_own_norms(measured, pair)] or possible
+    if options.layout is not None:
+        return list(dict.fromkeys([*possible, options.layout]))
     if not possible:
         raise ConfigError(
             expected=f"a layout of {options.num_devices} devices with at least one layer on "

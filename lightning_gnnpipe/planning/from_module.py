@@ -15,7 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import nn
-from torch_geometric.data import Data, Dataset, InMemoryDataset
+from torch_geometric.data import Data, Dataset
 
 from lightning_gnnpipe.batches import check_replicas, check_schedule
 from lightning_gnnpipe.calls import classify, flatten_call
@@ -36,15 +36,8 @@ _NUM_TIMED = 3
 _LINK_GBIT_PER_S = 10.0  # typical between machines
 
 
-_Arguments = tuple[Sequence[Any], Mapping[str, Any], str]
-
-
 class _Captured(Exception):
     """Carries a call of the pipelined method out of `training_step`."""
-
-    def __init__(self, call: _Arguments) -> None:
-        super().__init__()
-        self.call = call
 
 
 def plan_pipeline(
@@ -169,24 +162,24 @@ def _first_batch(data: Data | Dataset | pl.LightningDataModule) -> Any:
         data.prepare_data()
         data.setup("fit")
         return next(iter(data.train_dataloader()))
-    return data[0] if isinstance(data, Dataset | InMemoryDataset) else data
+    return data[0] if isinstance(data, Dataset) else data
 
 
 def _capture(
     module: pl.LightningModule, pipelined: nn.Module, methods: Sequence[str], batch: Any
-) -> _Arguments:
+) -> tuple[Sequence[Any], Mapping[str, Any], str]:
     """Return the arguments and the name of the first pipelined method that is called."""
     watched = PipelinedMethods(pipelined, methods, lambda: True)
 
     def stop(*call: Any) -> None:  # its arguments, keywords and name
-        raise _Captured(call)
+        raise _Captured(*call)
 
     watched.attach(stop)
     try:
         with as_written(module), switched(module, True), torch.no_grad():
             module.training_step(batch, 0)
     except _Captured as captured:
-        return captured.call
+        return captured.args
     except (RuntimeError, AttributeError, TypeError) as error:
         if "trainer" not in str(error).lower():  # an error of the user's code
             raise

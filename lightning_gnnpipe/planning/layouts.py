@@ -15,7 +15,7 @@ from lightning_gnnpipe.planning.pipeline_plan import LayoutForecast, StageForeca
 from lightning_gnnpipe.planning.schedule_layout import LayoutWork, simulate_layout
 from lightning_gnnpipe.schedule import graph_parallel_bytes
 from lightning_gnnpipe.stages import Stage, find_users, tied_bytes
-from lightning_gnnpipe.steps import group_tied
+from lightning_gnnpipe.steps.gradient_sums import group_tied
 
 _MANY_ROWS = 2**10  # enough to neglect the fixed bytes of a message
 
@@ -36,15 +36,10 @@ class LayoutForecaster:
         """Simulate a step, and add up its bytes and memory."""
         measured, options = self._measured, self._measured.options
         times = simulate_layout(self._work())
-        outputs = measured.row_bytes(measured.layers.outputs) * measured.chunks.num_nodes
+        outputs, num_ranks = measured.output_bytes, len(self._stages) * self._num_shards
         memory = max(stage.memory_bytes for stage in self.stages())
         memory += measured.batch_bytes + 2 * outputs
-        sent = (
-            self._cut_bytes()
-            + self._shard_bytes()
-            + (len(self._stages) * self._num_shards - 1) * outputs
-        )
-        is_enough = options.memory_gib is None or memory <= options.memory_gib * 2**30
+        sent = self._cut_bytes() + self._shard_bytes() + (num_ranks - 1) * outputs
         return LayoutForecast(
             num_stages=len(self._stages),
             num_shards=self._num_shards,
@@ -52,12 +47,13 @@ class LayoutForecaster:
             bubble_frac=times.bubble_frac,
             step_bytes=sent + 2 * self._num_shards * self._tied_bytes(),
             memory_bytes=memory,
-            fits=is_enough,
+            fits=options.memory_gib is None or memory <= options.memory_gib * 2**30,
         )
 
     def stages(self) -> list[StageForecast]:
         """Forecast time and memory of each stage."""
         measured, found = self._measured, []
+        node_frac = float(self._sizes.nodes.sum(0).max()) / measured.chunks.num_nodes
         for stage, weights in zip(self._stages, self._weights(), strict=True):
             costs = measured.costs.of(stage)
             found.append(
@@ -68,7 +64,7 @@ class LayoutForecaster:
                     compute_s=sum(cost.compute_s for cost in costs),
                     memory_bytes=TRAINED * bytes_of(weights)
                     + round(self._row_frac() * sum(cost.history_bytes for cost in costs))
-                    + round(self._node_frac() * self._activations(stage, costs)),
+                    + round(node_frac * self._activations(stage, costs)),
                 )
             )
         return found
@@ -80,8 +76,8 @@ class LayoutForecaster:
         total = sum(work_of(chunk) for chunk in measured.chunks.chunks)
         work = (sizes.nodes + sizes.edges).amax(1) / total
         swapped = torch.maximum(sizes.sent, sizes.received).amax(1)
-        outputs = measured.row_bytes(measured.layers.outputs)
         forward_s = [sum(c.forward_s for c in one) for one in costs]
+        ties = group_tied(measured.module, self._users)
         return LayoutWork(
             num_shards=self._num_shards,
             forward_s=forward_s,
@@ -98,8 +94,8 @@ class LayoutForecaster:
             halo_peers=sizes.peers.amax(1).tolist(),
             weight_bytes=[bytes_of(weights) for weights in self._weights()],
             tied_bytes=self._tied_bytes(),
-            num_ties=self._num_ties(),
-            output_bytes=outputs * measured.chunks.num_nodes,
+            num_ties=sum(len(stages) - 1 for stages, _ in ties),
+            output_bytes=measured.output_bytes,
             loss_s=measured.loss_s,
             bytes_per_s=options.link.bytes_per_s,
             message_s=options.link.message_s,
@@ -162,10 +158,6 @@ class LayoutForecaster:
         chunks = range(measured.chunks.num_chunks)
         return sum(v.row_bytes * measured.num_rows(v, chunk) for v in values for chunk in chunks)
 
-    def _node_frac(self) -> float:
-        """Return the share of the nodes in the largest shard."""
-        return float(self._sizes.nodes.sum(0).max()) / self._measured.chunks.num_nodes
-
     def _row_frac(self) -> float:
         """Return the history rows of the shard with the most, over the number of nodes."""
         is_disjoint = self._num_shards == 1 and self._measured.chunks.is_disjoint
@@ -178,11 +170,6 @@ class LayoutForecaster:
         """Return the bytes of weights shared by stages, once for each stage but the first."""
         users, named = self._users, self._measured.module.named_parameters()
         return sum(tied_bytes([p]) * (len(users[n]) - 1) for n, p in named if n in users)
-
-    def _num_ties(self) -> int:
-        """Return the number of messages with gradients of shared weights, one way."""
-        groups = group_tied(self._measured.module, self._users)
-        return sum(len(stages) - 1 for stages, _ in groups)
 
     def _weights(self) -> list[list[nn.Parameter]]:
         """Return the parameters of each stage."""

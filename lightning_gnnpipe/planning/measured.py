@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from statistics import median
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from lightning_gnnpipe.calls import Call, Inputs, Kind
 from lightning_gnnpipe.chunks import StepCosts, counting_saved_bytes, synchronize
 from lightning_gnnpipe.errors import Fallbacks
-from lightning_gnnpipe.graph import ChunkPlan, SplitSizes, measure_split
+from lightning_gnnpipe.graph import ChunkPlan, SplitSizes, measure_split, split_chunks
 from lightning_gnnpipe.layers import find_convs, without_memory
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.selfcheck import flatten
@@ -58,14 +57,14 @@ class ForecastOptions:
     memory_gib: float | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Measured:
     """A model and a graph, cut and timed.
 
     Attributes:
         copied_bytes_per_s: See `measure_copies`.
-        edge_index: `[2, num_edges]` on the CPU.
-        find_shards: Returns `[num_nodes]` the shard of each node, given the number of shards.
+        assignment: `[num_nodes]` the chunk of each node, on the CPU, as the edges are.
+        kept_edges: `edge_index` without the edges that are dropped.
         loss_s: Seconds of loss, metrics and their backward.
     """
 
@@ -74,8 +73,9 @@ class Measured:
     costs: StepCosts
     copied_bytes_per_s: float
     chunks: ChunkPlan
+    assignment: Tensor
     edge_index: Tensor
-    find_shards: Callable[[int], Tensor]
+    kept_edges: Tensor
     batch_bytes: int
     loss_s: float
     plain: PlainStep | None
@@ -87,29 +87,18 @@ class Measured:
         return sum(cost.compute_s for cost in self.costs.layers) + self.loss_s
 
     @property
-    def plain_s(self) -> float | None:
-        """Seconds of a step of a plain Trainer; None if unknown."""
-        return None if self.plain is None else self.plain.seconds + self.loss_s
+    def output_bytes(self) -> int:
+        """Bytes of the outputs of all nodes."""
+        row_bytes = sum(self.layers.values[name].row_bytes for name in self.layers.outputs)
+        return row_bytes * self.chunks.num_nodes
 
     @property
     def plain_bytes(self) -> int | None:
         """Bytes of activations, outputs, batch and weights of a plain Trainer."""
         if self.plain is None:
             return None
-        outputs = self.row_bytes(self.layers.outputs) * self.chunks.num_nodes
         weights = TRAINED * bytes_of(self.module.parameters())
-        return self.plain.saved_bytes + self.batch_bytes + 2 * outputs + weights
-
-    @cached_property
-    def assignment(self) -> Tensor:
-        """`[num_nodes]` the chunk of each node."""
-        found = torch.empty_like(self.chunks.perm, device="cpu")
-        found[self.chunks.perm.cpu()] = self.chunks.chunk_of_position().cpu()
-        return found
-
-    def row_bytes(self, names: Sequence[str]) -> int:
-        """Return the bytes of one row of each of these values together."""
-        return sum(self.layers.values[name].row_bytes for name in names)
+        return self.plain.saved_bytes + self.batch_bytes + 2 * self.output_bytes + weights
 
     def total_rows(self, kind: Kind, edge_set: int) -> int:
         """Return the number of nodes, or of edges in one edge set."""
@@ -123,9 +112,10 @@ class Measured:
 
     def split(self, num_shards: int) -> SplitSizes:
         """Return the sizes of the pieces of the graph, split as in training."""
-        is_split = num_shards > 1
-        shards = self.find_shards(num_shards) if is_split else torch.zeros_like(self.assignment)
-        return measure_split(self.edge_index, self.assignment, shards, num_shards)
+        shards = torch.zeros_like(self.assignment)
+        if num_shards > 1:
+            shards = split_chunks(self.edge_index, self.assignment, num_shards)
+        return measure_split(self.kept_edges, self.assignment, shards, num_shards)
 
     def cut(self, num_stages: int, num_shards: int) -> tuple[Stage, ...]:
         """Return the stages, with layers assigned as in training."""
@@ -146,7 +136,7 @@ TRAINED = 4  # a weight, its gradient, two optimizer states
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of all `tensors`."""
-    return sum(one.numel() * one.element_size() for one in tensors)
+    return sum(one.nbytes for one in tensors)
 
 
 # Seconds of a message by gloo between two processes of a machine with two cores, while both

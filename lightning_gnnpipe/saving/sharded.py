@@ -1,11 +1,7 @@
-"""Sharded checkpoints: a folder to which each rank writes its own weights.
+"""Sharded checkpoints: a folder to which each rank writes its own weights, read as a whole.
 
-    epoch=9.ckpt/
-        __0_0.distcp, .metadata, ...    weights, optimizer states (torch.distributed.checkpoint)
-        meta.pt                         everything but the tensors of stages
-        histories/stage_0.pt, ...       see `sidecar`
-
-It is read as a whole, like a stock checkpoint, on any number of ranks.
+Beside the tensors of `torch.distributed.checkpoint` it has `meta.pt`, all but the tensors of
+stages, and `histories/stage_0.pt`, ... (see `sidecar`).
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from lightning_gnnpipe._compat_torch import (
@@ -31,8 +26,7 @@ from lightning_gnnpipe._compat_torch import (
     save_tensors,
 )
 from lightning_gnnpipe.comm import UNKNOWN_BYTES, Transport
-from lightning_gnnpipe.errors import CheckpointError
-from lightning_gnnpipe.saving.sidecar import write_synced
+from lightning_gnnpipe.saving.sidecar import reading, write_synced
 
 _META = "meta.pt"
 HISTORIES = "histories"
@@ -73,24 +67,21 @@ def write_shards(
                     tensors[f"optimizer/{index}/{number}/{name}"] = value
                 else:
                     scalars[index].setdefault(number, {})[name] = value
-    save_shards(transport, part_of(path), tensors)
+    with transport.explained(f"write the shards of {part_of(path)}", UNKNOWN_BYTES):
+        writer, group = FileSystemWriter(part_of(path)), transport.everyone.members.group
+        save_tensors(tensors, writer, transport.world.is_distributed, group)
     gathered = transport.everyone.all_gather_objects(scalars)
-    merged: list[dict[Any, dict[str, Any]]] = [{} for _ in scalars]
-    for one in gathered:
-        for index, states in enumerate(one):
-            merged[index] |= states
+    merged = [
+        {number: state for one in several for number, state in one.items()}
+        for several in zip(*gathered, strict=True)
+    ]
     return {"checkpoint": dict(checkpoint), "model": plain, "scalars": merged}
 
 
 def finish(path: Path, meta: Mapping[str, Any]) -> None:
-    """Write the metadata and move the folder to `path`; on the first rank only."""
-    write_synced(part_of(path) / _META, dict(meta))
-    put_in_place(path)
-
-
-def put_in_place(path: Path) -> None:
-    """Move the temporary folder to `path`, and delete an earlier checkpoint of that name."""
+    """Write the metadata and move the folder to `path`, in place of an earlier checkpoint."""
     part = part_of(path)
+    write_synced(part / _META, dict(meta))
     if not path.exists():
         part.rename(path)
         return
@@ -103,17 +94,12 @@ def put_in_place(path: Path) -> None:
 
 def read_sharded(path: Path, weights_only: bool = True) -> dict[str, Any]:
     """Return the checkpoint in Lightning's format; raise `CheckpointError` if it is damaged."""
-    try:
+    remedy = "Load an earlier checkpoint, or one that was saved with plain types only."
+    with reading(expected=f"a checkpoint in {path}", remedy=remedy):
         meta = torch.load(path / _META, map_location="cpu", weights_only=weights_only)
         checkpoint: dict[str, Any] = dict(meta["checkpoint"])
         state: dict[str, Any] = dict(meta["model"])
         optimizers = [dict(one) for one in meta["scalars"]]
-    except Exception as error:  # torch does not say what damaged files raise
-        raise CheckpointError(
-            expected=f"a checkpoint in {path}",
-            found=f"{type(error).__name__}: {error}",
-            remedy="Load an earlier checkpoint, or one that was saved with plain types only.",
-        ) from error
     for name, tensor in load_shards(path).items():
         kind, _, rest = name.partition("/")
         if kind == "model":
@@ -139,18 +125,11 @@ def _exchange(first: Path, second: Path) -> None:
         third.rename(first)
 
 
-def save_shards(transport: Transport, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write this rank's tensors, under names that no other rank uses; collective."""
-    writer = FileSystemWriter(folder)
-    group = transport.everyone.members.group
-    with transport.explained(f"write the shards of {folder}", UNKNOWN_BYTES):
-        save_tensors(tensors, writer, transport.world.is_distributed, group)
-
-
 def load_shards(folder: Path) -> dict[str, Tensor]:
     """Return all ranks' tensors on CPU; raise `CheckpointError` if the folder is damaged."""
     reader = _SafeReader(folder)
-    try:
+    expected = f"the shards of a checkpoint in {folder}"
+    with reading(expected=expected, remedy="Load an earlier checkpoint."):
         entries = reader.read_metadata().state_dict_metadata
         tensors = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -158,12 +137,6 @@ def load_shards(folder: Path) -> dict[str, Tensor]:
             if isinstance(entry, dcp_metadata.TensorStorageMetadata)
         }
         load_tensors(tensors, reader)
-    except (Exception, CheckpointException) as error:  # torch does not say what damage raises
-        raise CheckpointError(
-            expected=f"the shards of a checkpoint in {folder}",
-            found=f"{type(error).__name__}: {error}",
-            remedy="Load an earlier checkpoint.",
-        ) from error
     return tensors
 
 

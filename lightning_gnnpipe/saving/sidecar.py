@@ -1,11 +1,7 @@
-"""Histories beside a checkpoint, in files that plain Lightning ignores.
+"""Histories beside a checkpoint, in files `.gnnpipe/<id>/stage_<rank>.pt`, written before it.
 
-    folder/last.ckpt                         contains the id of its histories
-    folder/.gnnpipe/<id>/stage_0.pt ...      written first, one by each rank
-                         checkpoint          name of the checkpoint they belong to
-
-The folder gets the name <id> when all ranks have written. Then the checkpoint replaces the previous
-one in one move. An interrupted save always leaves a complete checkpoint.
+The folder gets the name <id>, which the checkpoint contains, when all ranks have written. So an
+interrupted save always leaves a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -15,17 +11,18 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_gnnpipe.errors import CheckpointError
 
 _FOLDER = ".gnnpipe"
-_OWNER = "checkpoint"
+_OWNER = "checkpoint"  # a file with the name of the checkpoint they belong to
 _PART = ".part"
 _ABANDONED_S = 3600.0
 
@@ -74,8 +71,7 @@ def finish(checkpoint: Path, ident: str) -> None:
 def prune(checkpoint: Path, keep: str | None, *, keeps_last: bool = False) -> None:
     """Delete histories of earlier checkpoints with this name, and abandoned partial folders.
 
-    `keep` is the id of the checkpoint's histories, if any. `keeps_last` also keeps the previous
-    ones, since an asynchronous save may write the new checkpoint later.
+    `keep`: an id. `keeps_last`: the previous ones too, as an asynchronous save may be under way.
     """
     folder = checkpoint.parent / _FOLDER
     newest_first = sorted(folder.glob("*"), key=_age) if folder.is_dir() else []
@@ -118,14 +114,19 @@ def read_stages(folder: Path, num_stages: int) -> tuple[dict[Any, Any], ...]:
     if not all(path.is_file() for path in paths):
         return ()
     stages = []
+    remedy = f"Delete {folder} to resume without histories: the first step is then exact."
     for stage, path in enumerate(paths):
-        try:
+        expected = f"the histories of stage {stage} of {num_stages} in {path}"
+        with reading(expected=expected, remedy=remedy):
             stages.append(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
-        except Exception as error:  # torch does not say what damaged files raise
-            raise CheckpointError(
-                expected=f"the histories of stage {stage} of {num_stages} in {path}",
-                found=f"{type(error).__name__}: {error}",
-                remedy=f"Delete {folder} to resume without histories: the first step is then "
-                "exact.",
-            ) from error
     return tuple(stages)
+
+
+@contextmanager
+def reading(*, expected: str, remedy: str) -> Iterator[None]:
+    """Raise a `CheckpointError` for any error: torch does not say what damaged files raise."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise CheckpointError(expected=expected, found=found, remedy=remedy) from error

@@ -87,11 +87,7 @@ class Action:
 
     @property
     def partner(self) -> Action:
-        """The other end of a transfer: `0SEND_F3` and `1RECV_F3` are partners of each other.
-
-        Raises:
-            ScheduleError: If the action is a compute action.
-        """
+        """The other end of a transfer: `0SEND_F3` and `1RECV_F3` are partners of each other."""
         if self.op.is_compute:
             raise ScheduleError(
                 expected="a send or a receive",

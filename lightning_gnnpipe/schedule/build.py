@@ -1,18 +1,7 @@
 """The `Schedule` of a step, and its builders: fill-drain, 1F1B, interleaved 1F1B, streams.
 
-Fill-drain runs all chunks forward, then all backward. Only it serves a loss on all outputs, and the
-chunks of one graph. Backward takes these in reverse order: the readers of a chunk's fresh rows come
+Backward takes the chunks of one graph in reverse order: the readers of a chunk's fresh rows come
 before it, so gradients are exact.
-
-Idle share of independent micro-batches with equal costs on all stages, P ranks of V stages each, K
-micro-batches:
-
-    (P - 1) / (V K + P - 1)     if K >= P: fill-drain and 1F1B (V = 1), interleaved (V > 1)
-    1 - V K / (V P + K - 1)     if K <= P: one micro-batch passes V P stages, K - 1 follow
-
-Source: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM" (arXiv 2104.04473), section 2.2, for K >= P. It divides by the compute time
-    instead: (P - 1) / (V K).
 """
 
 from __future__ import annotations
@@ -277,7 +266,8 @@ def interleaved(num_ranks: int, num_virtual: int, num_micro_batches: int) -> Sch
     first. If K is a multiple of P, all have P micro-batches, as in Megatron-LM, which by default
     refuses any other K. With K >= P, no round is smaller than P, so a micro-batch returns from the
     last rank before the first runs out of work: the idle share is `(P - 1) / (V K + P - 1)` for
-    equal costs.
+    equal costs. With K <= P it is `1 - V K / (V P + K - 1)`: one micro-batch passes V P stages,
+    K - 1 follow. Megatron-LM divides by the compute time instead: `(P - 1) / (V K)`.
 
     **Warm-up.** With Q the size of the largest round, rank r runs `(V - 1) Q + 2 (P - r - 1)`
     forwards, at most V K, before it alternates. It then holds one more; each covers one stage, that
@@ -307,7 +297,10 @@ def interleaved(num_ranks: int, num_virtual: int, num_micro_batches: int) -> Sch
             num_warmup = (num_virtual - 1) * len(rounds[0]) + 2 * num_warmup
         forwards = _in_rounds(Op.F, stages, rounds)
         backwards = _in_rounds(Op.B, stages[::-1], rounds)
-        ranks.append(_alternate(forwards, backwards, num_warmup))
+        # `num_warmup` forwards, then forward and backward in turn, then the rest.
+        pairs = list(zip(forwards[num_warmup:], backwards, strict=False))
+        in_turn = (action for pair in pairs for action in pair)
+        ranks.append((*forwards[:num_warmup], *in_turn, *backwards[len(pairs) :]))
     return Schedule(num_stages, tuple(range(num_micro_batches)), tuple(ranks), "each", num_virtual)
 
 
@@ -357,12 +350,3 @@ def _rounds(num_micro_batches: int, num_ranks: int) -> list[range]:
 
 def _in_rounds(op: Op, stages: Sequence[int], rounds: Sequence[range]) -> list[Action]:
     return [Action(stage, op, chunk) for each in rounds for stage in stages for chunk in each]
-
-
-def _alternate(
-    forwards: Sequence[Action], backwards: Sequence[Action], num_warmup: int
-) -> tuple[Action, ...]:
-    """Return `num_warmup` forwards, then forward and backward in turn, then the rest."""
-    pairs = list(zip(forwards[num_warmup:], backwards, strict=False))
-    in_turn = (action for pair in pairs for action in pair)
-    return (*forwards[:num_warmup], *in_turn, *backwards[len(pairs) :])

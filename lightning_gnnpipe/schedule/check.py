@@ -68,22 +68,18 @@ def _check_stream(schedule: Schedule, stage: int, op: Op) -> None:
     rule = f"stage {stage} to run {op.value} on {which}"
     rank = schedule.rank_of(stage)
     label = schedule.row_label(rank)
-    found = [
-        (place, each)
-        for place, each in enumerate(schedule.ranks[rank])
-        if each.op is op and each.stage == stage
-    ]
-    allowed, seen = set(expected), set[Action]()
-    for place, action in found:
-        if action in seen or action not in allowed:
-            fault = "a second" if action in seen else "an unneeded"
-            text = f"{fault} {action} at place {place} of {label}"
-            raise _error(action, expected=rule, found=text)
-        seen.add(action)
+    allowed, places = set(expected), dict[Action, int]()
+    for place, action in enumerate(schedule.ranks[rank]):
+        if action.op is op and action.stage == stage:
+            if action in places or action not in allowed:
+                fault = "a second" if action in places else "an unneeded"
+                text = f"{fault} {action} at place {place} of {label}"
+                raise _error(action, expected=rule, found=text)
+            places[action] = place
     for action in expected:
-        if action not in seen:
+        if action not in places:
             raise _error(action, expected=rule, found=f"no {action}")
-    for (place, action), due in zip(found, expected, strict=True):
+    for (action, place), due in zip(places.items(), expected, strict=True):
         if action != due:
             text = f"{action} at place {place} of {label}, instead of {due}"
             raise _error(action, expected=rule, found=text)

@@ -3,13 +3,6 @@
 NCCL runs the transfers between two ranks in one queue, in the order of the calls. If both ranks
 send at the same time, as in 1F1B, two different orders deadlock. So both ranks list their transfers
 in the order of the sends at unit costs, and post receives as early as that order allows.
-
-Data received from a rank proves that this rank had received its own inputs before::
-
-    rank 0   0F0 0SEND_F0 ........................ 0B0      needs the gradient from 1B0,
-    rank 1            1RECV_F0 1F0 1B0 1SEND_B0             which needed 0SEND_F0
-
-The sender then frees its buffer. gloo cannot report a completed send without waiting for it.
 """
 
 from __future__ import annotations
@@ -122,6 +115,12 @@ def _place_receives(
 
 def arrived_sends(schedule: Schedule, rank: int) -> Arrived:
     """Return, for each compute action of `rank`, the sends of `rank` that have arrived by then.
+
+    The sender then frees its buffer. gloo cannot report a completed send without waiting for it.
+    Data received from a rank proves that this rank had received its own inputs before::
+
+        rank 0   0F0 0SEND_F0 ........................ 0B0      needs the gradient from 1B0,
+        rank 1            1RECV_F0 1F0 1B0 1SEND_B0             which needed 0SEND_F0
 
     Each send is listed once, at the first action that proves its arrival. Sends that are never
     proven to have arrived are not listed.

@@ -1,18 +1,7 @@
-"""Simulate a schedule without devices, by the rules of the engine.
+"""Simulate a schedule without devices, by the rules of the engine; bytes of a step by formula.
 
-Each rank runs its list in order; only compute occupies it::
-
-    F       waits for its input: its RECV_F, or the F of the previous stage if that stage is on
-            the same rank or the schedule has no transfers
-    B       waits for its gradient: its RECV_B, or as above the B of the next stage; on the last
-            stage for the F of its chunk, or of all chunks with `loss="all"`
-    SEND    waits for its data, and does not block the rank
-    RECV    posts a buffer, and does not block the rank
-
-Each pair of ranks has one link a direction, which carries one transfer at a time, in the order of
-the sends, once both ends are posted. Deadlocks do not depend on costs.
-
-The bytes that a step sends follow from formulas, exactly.
+Each rank runs its list in order; only compute occupies it. Each pair of ranks has one link a
+direction, which carries one transfer at a time, in the order of the sends, once both are posted.
 """
 
 from __future__ import annotations
@@ -167,7 +156,9 @@ class _Run:
                 break
             start = max([self.now[rank], *(self.end[need] for need in needs)])
             if action.op.is_compute:
-                self._compute(action, rank, start)
+                end = self.now[rank] = self.end[action] = start + self._price(action)
+                self.events.append(Event(action, rank, start, end))
+                self.loss_lacks.pop(action, None)
             else:
                 self._post(action, start)
             self.cursor[rank] += 1
@@ -185,28 +176,20 @@ class _Run:
         return f"{label} ends with {' and '.join(alone)}" if alone else ""
 
     def _needs(self, action: Action) -> list[Action]:
-        """Return the actions that must end before `action` can run."""
-        stage, op = action.stage, action.op
-        if op is Op.F:
-            return [self._source(action, Op.RECV_F, stage - 1)] if stage else []
-        if op is Op.B and stage < self.schedule.num_stages - 1:
-            return [self._source(action, Op.RECV_B, stage + 1)]
+        """Return the actions that must end before `action` can run.
+
+        The last stage's B needs the F of its chunk, or with `loss="all"` every F of the stage.
+        """
+        stage, op, chunk = action.stage, action.op, action.chunk
+        if not op.is_compute:
+            return [action.served] if op.is_send else []
+        source, receive = (stage + 1, Op.RECV_B) if op.is_backward else (stage - 1, Op.RECV_F)
+        if 0 <= source < self.schedule.num_stages:
+            is_received = self.has_transfers and self.schedule.crosses_ranks(stage, source)
+            return [Action(stage, receive, chunk) if is_received else Action(source, op, chunk)]
         if op is Op.B and self.schedule.loss == "all":
             return list(self.loss_lacks)
-        if op is Op.B:
-            return [Action(stage, Op.F, action.chunk)]
-        return [action.served] if op.is_send else []
-
-    def _source(self, action: Action, receive: Op, neighbour: int) -> Action:
-        if self.has_transfers and self.schedule.crosses_ranks(action.stage, neighbour):
-            return Action(action.stage, receive, action.chunk)
-        return Action(neighbour, action.op, action.chunk)
-
-    def _compute(self, action: Action, rank: int, start: float) -> None:
-        end = start + self._price(action)
-        self.now[rank] = self.end[action] = end
-        self.events.append(Event(action, rank, start, end))
-        self.loss_lacks.pop(action, None)
+        return [Action(stage, Op.F, chunk)] if op is Op.B else []
 
     def _post(self, action: Action, time: float) -> None:
         """Post one end of a transfer; carry the transfers of its link that have both ends."""
@@ -217,18 +200,13 @@ class _Run:
             self.queues[link].append(send)
         queue = self.queues[link]
         while queue and queue[0].partner in self.posted:
-            self._carry(queue.popleft(), link)
-
-    def _carry(self, send: Action, link: _Link) -> None:
-        receive = send.partner
-        start = max(self.link_free[link], self.posted[send], self.posted[receive])
-        left = start + self._price(send)
-        end = left + self.latency
-        self.link_free[link], self.end[send], self.end[receive] = left, end, end
-        self.events += [
-            Event(send, link[0], start, end),
-            Event(receive, link[1], self.posted[receive], end),
-        ]
+            send = queue.popleft()
+            receive = send.partner
+            start = max(self.link_free[link], self.posted[send], self.posted[receive])
+            self.link_free[link] = start + self._price(send)
+            end = self.end[send] = self.end[receive] = self.link_free[link] + self.latency
+            self.events.append(Event(send, link[0], start, end))
+            self.events.append(Event(receive, link[1], self.posted[receive], end))
 
     def _price(self, action: Action) -> float:
         price = self.cost(action)

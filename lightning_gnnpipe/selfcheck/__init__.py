@@ -1,7 +1,5 @@
 """Compares the module in chunks with the module on the whole graph, before training."""
 
-from __future__ import annotations
-
 from lightning_gnnpipe.selfcheck.batch_check import check_graphs, norms_without_batch
 from lightning_gnnpipe.selfcheck.plain import (
     PipelinedMethods,
@@ -12,15 +10,3 @@ from lightning_gnnpipe.selfcheck.plain import (
 )
 from lightning_gnnpipe.selfcheck.trial import flatten
 from lightning_gnnpipe.selfcheck.value_check import check_layers
-
-__all__ = [
-    "PipelinedMethods",
-    "check_graphs",
-    "check_layers",
-    "flatten",
-    "is_one_graph",
-    "norms_without_batch",
-    "own_methods",
-    "raising_own_errors",
-    "raising_wrong_arguments",
-]

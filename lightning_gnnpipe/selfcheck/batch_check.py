@@ -149,8 +149,7 @@ def _run_layers(
             sources = [t for t in leaves.values() if isinstance(t, Tensor) and t.requires_grad]
             given = [c[place] for c, place in zip(cotangents, places, strict=True)]
             grads = gradients(roots, [*parameters, *sources], given)
-            for i, grad in enumerate(grads[: len(parameters)]):
-                totals[i] = add_grad(totals[i], grad)
+            totals = list(map(add_grad, totals, grads))
             for source, grad in zip(sources, grads[len(parameters) :], strict=True):
                 source.grad = grad
             inputs.add_grads(chunk, leaves)
@@ -164,8 +163,7 @@ def _compare_all(layers: Layers, ours: Results, theirs: Results) -> None:
         output = f"an output{at(line_of_node(ends[name]))}"
         if a.shape != b.shape:
             raise _refuse(f"shape {list(a.shape)} instead of {list(b.shape)} of {output}")
-        size = difference_of(a, b)
-        if size is not None:
+        if (size := difference_of(a, b)) is not None:
             raise _refuse(f"a difference of {size:.2g} in {output}")
     size = find_difference(zip(ours[1], theirs[1], strict=True), _TOLERANCE)
     if size is not None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind
+from lightning_gnnpipe.chunks import run_segments
 from lightning_gnnpipe.graph import Chunk
 from lightning_gnnpipe.passing import CallKey
 from lightning_gnnpipe.selfcheck.trial import (
@@ -47,7 +48,9 @@ def check_gradients(
         trial = Trial(module, layers, _with_edges(call, moved), moved)
         check = _GradientCheck(module, trial, is_reentrant=check.is_reentrant)
         with trial.running():
-            values = check.compute_whole()
+            with torch.no_grad():
+                _, found = trial.run_all(check.whole)
+            values = {name: value.detach() for name, value in found.items()}
             for segment in layers.segments:
                 check.compare_chunks(segment, values)
 
@@ -86,22 +89,20 @@ class _GradientCheck:
 
     def __init__(self, module: nn.Module, trial: Trial, *, is_reentrant: bool) -> None:
         self.module, self.trial, self.layers = module, trial, trial.layers
-        self.whole = trial.plan.whole.chunks
+        (self.whole,) = trial.plan.whole.chunks
         self.is_reentrant = is_reentrant
 
     def compare_whole(self, call: Call) -> None:
         """Compare the layers on the whole graph with the module."""
-        segments, (chunk,) = self.layers.segments, self.whole
+        segments, chunk = self.layers.segments, self.whole
         parameters = trained(self.module)
         outputs = flatten(self.layers.run_plain(self.module, call))
         own = [leaf for leaf in call.leaves if leaf.requires_grad]
         expected = self._grads(outputs, [*parameters, *own], [some_gradient(t) for t in outputs])
-        leaves = self.trial.slice_leaves(segments, chunk)
-        values, known = dict(leaves), self.layers.values
         with self.trial.running():
-            self.trial.run(segments, chunk, values)
+            leaves, values = self.trial.run_all(chunk)
         rows = [
-            values[name][self.trial.inputs.places(chunk, known[name]).argsort()]
+            values[name][self.trial.inputs.places(chunk, self.layers.values[name]).argsort()]
             for name in self.layers.outputs
         ]
         roots = flatten(self.layers.rebuild_output(rows, call.leaves))
@@ -125,19 +126,11 @@ class _GradientCheck:
             self._compare(segment, [pairs[id(p)] for p in trained(segment.module)])
         self._compare(segments[0], list(zip(whole, expected[len(parameters) :], strict=True)))
 
-    def compute_whole(self) -> dict[str, Tensor]:
-        """Return every leaf and value of the whole graph, in plan order."""
-        segments, (chunk,) = self.layers.segments, self.whole
-        values = self.trial.slice_leaves(segments, chunk)
-        with torch.no_grad():
-            self.trial.run(segments, chunk, values)
-        return {name: value.detach() for name, value in values.items()}
-
     def compare_chunks(self, segment: Segment, values: dict[str, Tensor]) -> None:
-        """Compare one layer on chunks and on the whole graph, both from `values`."""
+        """Compare one layer on chunks and on the whole graph, both from `values` of the whole."""
         store = self.trial.store
-        expected = self._run(segment, self.whole, values)
-        if any(isinstance(k, CallKey) and k.segment == segment.index for k in store.moments):
+        expected = self._run(segment, (self.whole,), values)
+        if any(isinstance(k, CallKey) and k.segment == segment.index for k in store.moments.calls):
             return  # a norm over all nodes sees only rows of earlier chunks
         for chunks in (self.trial.plan.chunks, self.trial.plan.chunks[::-1]):
             store.begin_step(store.step + 1)
@@ -158,7 +151,7 @@ class _GradientCheck:
             sources = {name: part for name, part in parts.items() if part.requires_grad}
             # Clones, because layers cannot overwrite leaves of autograd.
             local = {n: t.clone() if n in sources else t for n, t in parts.items()}
-            self.trial.run((segment,), chunk, local)
+            run_segments((segment,), local, chunk, self.trial.context)
             runs.append((chunk, [local[name] for name in segment.outputs], sources))
         totals: list[Tensor | None] = [None] * len(parameters)
         inputs: dict[str, Tensor] = {}
@@ -167,8 +160,7 @@ class _GradientCheck:
                 self._rows(some_gradient(values[name]), name, chunk) for name in segment.outputs
             ]
             grads = self._grads(roots, [*parameters, *sources.values()], cotangents)
-            for i, grad in enumerate(grads[: len(parameters)]):
-                totals[i] = add_grad(totals[i], grad)
+            totals = list(map(add_grad, totals, grads))
             for name, grad in zip(sources, grads[len(parameters) :], strict=True):
                 total = inputs.setdefault(name, torch.zeros_like(values[name]))
                 if grad is not None:
@@ -185,12 +177,10 @@ class _GradientCheck:
     def _rows(self, tensor: Tensor, name: str, chunk: Chunk) -> Tensor:
         """Return the chunk's part of `tensor`, whose rows are like the value `name`."""
         kind, edge_set = self.trial.kind_of(name)
-        if kind is Kind.NODE:
-            return tensor[chunk.start : chunk.end]
-        if kind is Kind.EDGE:
-            first, end = self.trial.inputs.edge_bounds(chunk, edge_set)
-            return tensor[first:end]
-        return tensor
+        if kind not in (Kind.NODE, Kind.EDGE):
+            return tensor
+        first, end = self.trial.inputs.span(chunk, kind, edge_set)
+        return tensor[first:end]
 
     def _compare(
         self, segment: Segment, pairs: Sequence[tuple[Tensor | None, Tensor | None]]

@@ -31,11 +31,8 @@ Run = Callable[[Sequence[Any], Mapping[str, Any], str], Any]
 class PipelinedMethods:
     """Runs one method of a module in the pipeline: the first of `names` that training calls.
 
-    The rest run as they are written, and what they call of the pipelined one is pipelined. Before
-    training has called one, it is the first name.
-
-    Attributes:
-        name: Of the pipelined method.
+    The rest run as they are written, and what they call of the pipelined one is pipelined. `name`
+    is that of the pipelined one: before training has called any, the first name.
     """
 
     def __init__(

@@ -51,18 +51,14 @@ _RANDOM: dict[Any, Callable[..., Tensor]] = {
     torch.rand: torch.zeros,
     torch.randn: torch.zeros,
     torch.bernoulli: lambda p, **_: (p > 0.5).to(p.dtype),
-    Tensor.bernoulli_: lambda x, *_, **__: x.fill_(1),
-    Tensor.normal_: lambda x, *_, **__: x.zero_(),
-    Tensor.uniform_: lambda x, *_, **__: x.zero_(),
-    Tensor.exponential_: lambda x, *_, **__: x.fill_(1),
-    Tensor.log_normal_: lambda x, *_, **__: x.fill_(1),
-    Tensor.cauchy_: lambda x, *_, **__: x.zero_(),
-    Tensor.geometric_: lambda x, *_, **__: x.fill_(1),
-    Tensor.random_: lambda x, *_, **__: x.zero_(),
     F.gumbel_softmax: _softmax,
     torch.multinomial: _first_choice,
     torch.poisson: lambda rates, *_, **__: rates,
 }
+for name in ("normal_", "uniform_", "cauchy_", "random_"):
+    _RANDOM[getattr(Tensor, name)] = lambda x, *_, **__: x.zero_()
+for name in ("bernoulli_", "exponential_", "log_normal_", "geometric_"):
+    _RANDOM[getattr(Tensor, name)] = lambda x, *_, **__: x.fill_(1)
 
 # Functions with dropout inside. Its rate is their only positional float.
 _WITH_DROPOUT = {F.scaled_dot_product_attention, F.multi_head_attention_forward}
@@ -119,21 +115,20 @@ class Trial:
         ):
             yield
 
-    def run(self, segments: tuple[Segment, ...], chunk: Chunk, values: dict[str, Tensor]) -> None:
-        """Run `segments` over `chunk` and add the results to `values`."""
+    def run_all(self, chunk: Chunk) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Run all layers over `chunk`; return its parts of leaves, and these with all values."""
+        segments = self.layers.segments
+        leaves = self.inputs.slice(chunk, leaves_of(segments))
+        values = dict(leaves)
         run_segments(segments, values, chunk, self.context)
-
-    def slice_leaves(self, segments: tuple[Segment, ...], chunk: Chunk) -> dict[str, Tensor]:
-        """Return the chunk's parts of the leaves that `segments` read, by name."""
-        return self.inputs.slice(chunk, leaves_of(segments))
+        return leaves, values
 
     def forward(self, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
         """Run all layers on `chunks`; return values of nodes, and outputs, in the user's order."""
-        segments, found = self.layers.segments, dict[str, Tensor]()
+        found: dict[str, Tensor] = {}
         with self.running():
             for chunk in chunks:
-                values = self.slice_leaves(segments, chunk)
-                self.run(segments, chunk, values)
+                _, values = self.run_all(chunk)
                 for name in self.layer_of_value:
                     value, known = values[name], self.layers.values[name]
                     if name not in found:
@@ -145,13 +140,13 @@ class Trial:
     @property
     def layer_of_value(self) -> dict[str, Segment]:
         """Segment that computes each value of nodes, and each output, in order."""
-        computed = {
-            n: segment for segment in reversed(self.layers.segments) for n in segment.outputs
-        }
-        order = dict.fromkeys(n for segment in self.layers.segments for n in segment.outputs)
-        rows = {n for n, value in self.layers.values.items() if value.kind is Kind.NODE}
-        rows.update(self.layers.outputs)
-        return {name: computed[name] for name in order if name in rows}
+        rows = {name for name, value in self.layers.values.items() if value.kind is Kind.NODE}
+        computed: dict[str, Segment] = {}
+        for segment in self.layers.segments:
+            for name in segment.outputs:
+                if name in rows or name in self.layers.outputs:
+                    computed.setdefault(name, segment)
+        return computed
 
     def kind_of(self, name: str) -> tuple[Kind, int]:
         """Return the row kind and edge set of a value or leaf."""

@@ -111,11 +111,9 @@ def _check_values(
     for ours, theirs in zip(flatten(output), flatten(expected), strict=True):
         place = next((n for n, one in zip(layers.outputs, found, strict=True) if one is ours), None)
         _compare(names[place or layers.outputs[-1]], ours, theirs)
-    if not on_chunks:
-        return
-    chunked = trial.forward(trial.plan.chunks)
-    for name, layer in names.items():
-        _compare(layer, chunked[name], reference[name])
+    chunked = trial.forward(trial.plan.chunks) if on_chunks else {}
+    for name, values in chunked.items():
+        _compare(names[name], values, reference[name])
 
 
 def in_full(leaves: Sequence[Tensor], module: nn.Module) -> tuple[Tensor, ...]:
@@ -143,8 +141,7 @@ def difference_of(ours: Tensor, theirs: Tensor) -> float | None:
 
 
 def _compare(layer: str, ours: Tensor, theirs: Tensor) -> None:
-    size = difference_of(ours, theirs)
-    if size is not None:
+    if (size := difference_of(ours, theirs)) is not None:
         raise refuse_difference("values", layer, size)
 
 

@@ -1,7 +1,5 @@
 """Trace the user's module, cut it into layers, and assign layers to stages."""
 
-from __future__ import annotations
-
 from lightning_gnnpipe.stages.cut import cut_module
 from lightning_gnnpipe.stages.find import (
     LAYER_BY_LAYER,
@@ -29,12 +27,7 @@ from lightning_gnnpipe.stages.split import (
     split_layers,
 )
 from lightning_gnnpipe.stages.trace import trace
-from lightning_gnnpipe.stages.tracer import (
-    NUM_GRAPHS,
-    is_traced_through,
-    line_of_node,
-    strip_root,
-)
+from lightning_gnnpipe.stages.tracer import NUM_GRAPHS, is_traced_through, line_of_node, strip_root
 from lightning_gnnpipe.stages.values import (
     Sample,
     Value,
@@ -43,43 +36,3 @@ from lightning_gnnpipe.stages.values import (
     restore_buffers,
     undisturbed,
 )
-
-__all__ = [
-    "LAYER_BY_LAYER",
-    "NUM_GRAPHS",
-    "HeldTensors",
-    "Layers",
-    "Reads",
-    "Sample",
-    "Segment",
-    "Stage",
-    "Value",
-    "as_written",
-    "check_counts",
-    "check_num_stages",
-    "choose_held",
-    "choose_repeated",
-    "cut_layers",
-    "cut_module",
-    "draw_sample",
-    "find_pipelined",
-    "find_reached",
-    "find_users",
-    "is_listed",
-    "is_traced_through",
-    "learn_values",
-    "leaves_of",
-    "line_of_node",
-    "names_of_head",
-    "names_read_whole",
-    "part_of",
-    "repeat_costs",
-    "restore_buffers",
-    "solve_balance",
-    "split_layers",
-    "strip_root",
-    "switched",
-    "tied_bytes",
-    "trace",
-    "undisturbed",
-]

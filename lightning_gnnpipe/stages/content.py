@@ -71,8 +71,16 @@ def is_plain(value: Any) -> bool:
 
 def content_of(value: Any) -> Hashable:
     """Return a fingerprint of `value`; raise `KeptProxyError` if it holds a proxy."""
-    kind = type(value)
-    return (kind, value) if kind in _PLAIN else _look(value, {})
+    return _look(value, {})
+
+
+def holds_proxy(value: Any) -> bool:
+    """Whether `value` holds a proxy."""
+    try:
+        content_of(value)
+    except KeptProxyError:
+        return True
+    return False
 
 
 def plain_of(content: Hashable, number_of: Callable[[Tensor], int] | None = None) -> Any:
@@ -107,9 +115,7 @@ class Same:
         self.it, self.version = it, version  # kept alive, so that its id is not reused
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Same):
-            return False
-        return self.it is other.it and self.version == other.version
+        return isinstance(other, Same) and self.it is other.it and self.version == other.version
 
     def __hash__(self) -> int:
         return id(self.it)
@@ -201,18 +207,13 @@ class Watched:
 
     def kept(self, *, with_values: bool) -> list[str]:
         """Return the names of set attributes that hold a proxy or, `with_values`, a new value."""
-        return [
-            name
-            for (module, name), before in self.before.items()
-            if _is_kept(before, getattr(module, name, MISSING), with_values)
-        ]
-
-
-def _is_kept(before: Any, now: Any, with_values: bool) -> bool:
-    try:
-        return content_of(now) != content_of(before) and with_values
-    except KeptProxyError:
-        return True
+        found = []
+        for (module, name), before in self.before.items():
+            now = getattr(module, name, MISSING)
+            has_proxy = holds_proxy(now) or holds_proxy(before)
+            if has_proxy or (with_values and content_of(now) != content_of(before)):
+                found.append(name)
+        return found
 
 
 @contextmanager

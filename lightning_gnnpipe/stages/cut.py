@@ -62,7 +62,6 @@ def cut_module(
     be cut into chunks. If not, a module with weights of single nodes runs on the whole graph.
     """
     has_graphs = inputs.graphs is not None
-    of_weights = "" if has_graphs else remedy_for_weights(module, inputs)
     of_size = remedy_for_size(module, inputs)
 
     def on_sample(run: Callable[[Sample], Result]) -> tuple[Result, Sample]:
@@ -89,7 +88,7 @@ def cut_module(
         return on_sample(run)[0]
 
     questions = Questions(learn)
-    graph, reads = trace(module, call, questions, is_grad_enabled=is_grad_enabled)
+    graph, reads, _ = trace(module, call, questions, is_grad_enabled=is_grad_enabled)
 
     def learn_and_cut(sample: Sample) -> Layers:
         values = learn_values(graph, module, sample, of_size)
@@ -102,20 +101,21 @@ def cut_module(
             values = learn_values(graph, module, sample, of_size)
         if _put_rows_first(graph, values, inputs, sample):
             values = learn_values(graph, module, sample, of_size)
-        return cut_layers(graph, module, values, remedy=of_weights)
+        return cut_layers(graph, module, values, remedy=remedy_for_weights(module, inputs))
 
     layers, sample = on_sample(learn_and_cut)
     if is_cut and not has_graphs:
         drawn = (draw_sample(module, call, inputs, SAMPLE_EDGES // part) for part in (1, 4))
         with undisturbed(module), torch.enable_grad():
             layers = replace(layers, segments=learn_sums(layers.segments, module, drawn))
-    num_rows = (inputs.num_nodes, *inputs.edge_sizes) if questions.is_of_rows else ()
-    layers = replace(layers, outside=reads, num_rows=num_rows)
-    if call.held:
-        weights = {f"leaf_{slot}": name for slot, name in call.weights.items()}
-        layers = replace(layers, weights=weights, whole=fx.GraphModule(root_of(module), graph))
-    if is_cut and not has_graphs:
         check_pools(module, layers.called(module))
+    layers = replace(
+        layers,
+        outside=reads,
+        num_rows=(inputs.num_nodes, *inputs.edge_sizes) if questions.is_of_rows else (),
+        weights={f"leaf_{slot}": name for slot, name in call.weights.items()},
+        whole=fx.GraphModule(root_of(module), graph) if call.held else None,
+    )
     if has_graphs or not finds_repeatable or sample.is_whole:
         return layers
     return find_repeatable(layers, module, call, inputs, served)
@@ -164,7 +164,7 @@ def _return_leaves(graph: fx.Graph) -> None:
 def _take_loops_apart(graph: fx.Graph, module: nn.Module, sample: Sample) -> bool:
     """Divide attention weights into weights of edges and of loops that the layer adds.
 
-    Returns whether there are any. The parts have rows, so that they cross cuts and are outputs.
+    The parts have rows, so that they cross cuts and are outputs. Returns whether there are any.
     """
     root, num_rows = root_of(module), _num_plain(sample.edge_index) + sample.num_nodes
     has_changed = False

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dis import get_instructions
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnnpipe._compat_torch import compiled_calls, without_compile
@@ -42,6 +42,11 @@ _SUMS = {  # of messages, by hand
 def contains_passing(module: nn.Module) -> bool:
     """Whether `module` is or holds a message-passing layer."""
     return any(map(_is_layer, module.modules()))
+
+
+def calls_passing(node: fx.Node, root: nn.Module) -> bool:
+    """Whether `node` calls a module with message passing; targets are looked up in `root`."""
+    return node.op == "call_module" and contains_passing(root.get_submodule(str(node.target)))
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -176,18 +181,11 @@ def find_pipelined(module: nn.Module, name: str | None) -> Pipelined:
         path, found = _descend("", module, contains_passing(module))
         return Pipelined(path, found, _find_methods(found, module))
     chosen = _find_named(module, name)
-    if chosen is None:
-        raise ConfigError(
-            expected="'pipelined_module' to name a submodule of the LightningModule, or a method",
-            found=repr(name),
-            remedy="Its submodules are: "
-            f"{', '.join(child for child, _ in module.named_children())}.",
-        )
     _check_passing(chosen.module)
     return chosen
 
 
-def _find_named(module: nn.Module, name: str) -> Pipelined | None:
+def _find_named(module: nn.Module, name: str) -> Pipelined:
     owner, _, method = name.rpartition(".")
     for path in (name, owner):
         try:
@@ -200,7 +198,11 @@ def _find_named(module: nn.Module, name: str) -> Pipelined | None:
             return Pipelined(path, found, _find_methods(found, module))
         if isinstance(getattr(type(found), method, None), FunctionType):
             return Pipelined(path, found, (method,))
-    return None
+    raise ConfigError(
+        expected="'pipelined_module' to name a submodule of the LightningModule, or a method",
+        found=repr(name),
+        remedy=f"Its submodules are: {', '.join(child for child, _ in module.named_children())}.",
+    )
 
 
 def _find_methods(module: nn.Module, root: nn.Module) -> tuple[str, ...]:
@@ -239,9 +241,16 @@ def _names_behind(kind: type, *methods: str) -> list[str]:
     def follow(name: str) -> None:
         if name not in found:
             found[name] = None
-            for code in (one.__code__ for other, one in _methods(kind) if other == name):
-                for inner in names_in(code):
-                    follow(inner)
+            codes = (one.__code__ for other, one in _methods(kind) if other == name)
+            for code in codes:
+                read(name, code, codes)
+
+    def read(name: str, code: CodeType, bases: Iterator[CodeType]) -> None:
+        for inner in names_in(code):
+            if inner == name:  # by super(): the base's code runs here
+                for base in bases:
+                    read(name, base, bases)
+            follow(inner)
 
     for method in methods:
         follow(method)
@@ -286,25 +295,22 @@ def _find_holders(module: nn.Module, has_layers: bool) -> list[tuple[str, nn.Mod
     children: dict[nn.Module, str] = {}
     for name, child in itertools.starmap(without_compile, module.named_children()):
         children.setdefault(child, name)
-    held = {
-        (name, child): {id(m) for m in child.modules() if is_layer(m)}
-        for child, name in children.items()
-    }
-    held = {one: layers for one, layers in held.items() if layers}
+    layers = {child: {id(m) for m in child.modules() if is_layer(m)} for child in children}
     holders = [
         (name, child)
-        for (name, child), layers in held.items()
-        if not any(_repeats(child, layers, other, all_) for (_, other), all_ in held.items())
+        for child, name in children.items()
+        if layers[child] and not any(_repeats(child, other, layers) for other in children)
     ]
     trained = [one for one in holders if any(p.requires_grad for p in one[1].parameters())]
     return trained if len(trained) == 1 and not _has_forward(module) else holders
 
 
-def _repeats(child: nn.Module, layers: set[int], other: nn.Module, all_layers: set[int]) -> bool:
+def _repeats(child: nn.Module, other: nn.Module, layers: Mapping[nn.Module, set[int]]) -> bool:
     """Whether `child` is a second name for layers that `other` holds and calls."""
-    if child is other or _is_container(other) or not layers <= all_layers:
+    if child is other or _is_container(other) or not layers[child] <= layers[other]:
         return False
-    return _is_container(child) or layers != all_layers or any(m is child for m in other.modules())
+    is_inside = any(m is child for m in other.modules())
+    return is_inside or _is_container(child) or layers[child] != layers[other]
 
 
 def _has_forward(module: nn.Module) -> bool:

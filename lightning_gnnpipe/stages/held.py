@@ -1,11 +1,8 @@
 """Finds the tensors that a forward reads beside its arguments, and adds them to the call as leaves.
 
-    self.edge_index, self.data.x, GRAPH.x    data that the module or the script holds
-    torch.arange(self.num_nodes)             made in forward, the same in each call
-    self.emb.weight                          a parameter with one row per node, or per edge
-    degree(edge_index[0], x.size(0))         computed from data alone, if it is wrong on chunks
-
-As leaves they are cut by chunk. A parameter stays a weight of the stages that read it. Other
+These are data of the module or the script, what is made in forward (`torch.arange(n)`), parameters
+with a row per node or edge, and results of data that are wrong on chunks (`degree(row, n)`). As
+leaves they are cut by chunk; such a parameter stays a weight of the stages that read it. Other
 parameters and buffers are no leaves; each stage reads them whole.
 """
 
@@ -27,10 +24,10 @@ from lightning_gnnpipe.calls import Call, Held, count_nodes, find_edge_sets, is_
 from lightning_gnnpipe.errors import GNNPipeError
 from lightning_gnnpipe.layers import find_convs, without_memory
 from lightning_gnnpipe.passing import Matrices, is_matrix
-from lightning_gnnpipe.stages.find import contains_passing, switched
+from lightning_gnnpipe.stages.find import calls_passing, switched
 from lightning_gnnpipe.stages.reads import Reads
 from lightning_gnnpipe.stages.shapes import Answer, Questions
-from lightning_gnnpipe.stages.trace import random_states, trace_twice
+from lightning_gnnpipe.stages.trace import random_states, trace
 from lightning_gnnpipe.stages.tracer import Met, find_folded, root_of
 from lightning_gnnpipe.stages.values import Sample, learn_facts, undisturbed
 
@@ -41,25 +38,11 @@ ShapeOf = Callable[[str, Tensor], tuple[torch.Size, torch.dtype]]
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a call reads beside its arguments; valid while `reads` have these `values`."""
+    """What a call reads beside its arguments."""
 
     held: tuple[Held, ...] = ()
     num_nodes: int = 0
-    reads: Reads | None = None
-    values: tuple[Hashable, ...] = ()
     results: _Results | None = None
-
-    def without_weights(self) -> _Found | None:
-        """Return the data alone; None if that is all.
-
-        A width may equal the number of nodes or edges by chance.
-        """
-        held = tuple(one for one in self.held if one.weight is None)
-        return replace(self, held=held) if len(held) < len(self.held) else None
-
-    @property
-    def is_valid(self) -> bool:
-        return self.reads is None or self.reads.values() == self.values
 
 
 class HeldTensors:
@@ -78,20 +61,23 @@ class HeldTensors:
     ) -> None:
         self._module, self._try, self._shape_of = module, trial, shape_of
         self._matrices = matrices
-        self._known: dict[Hashable, _Found] = {}
+        # What is found holds while the reads have these values.
+        self._known: dict[Hashable, tuple[Reads, tuple[Hashable, ...], _Found]] = {}
         self.without: set[Hashable] = set()  # signatures of calls that read only arguments
 
     def known(self, call: Call) -> Call | None:
         """Return the call with what it reads as leaves; None for a call that is new."""
-        found = self._known.get(self._key(call, is_training=self._module.training))
-        return self._with(call, found) if found is not None and found.is_valid else None
+        known = self._known.get(self._key(call, is_training=self._module.training))
+        if known is None or known[0].values() != known[1]:
+            return None
+        return self._with(call, known[2])
 
     def find(self, call: Call) -> Call:
         """Find what a new call reads, in both modes; return the call with it as leaves.
 
         All parameters must be on this rank.
         """
-        is_training, met, modes = self._module.training, Met(), dict[bool, _Found]()
+        is_training, met, modes = self._module.training, Met(), {}
         for mode in (is_training, not is_training):
             with switched(self._module, mode):
                 try:
@@ -99,14 +85,16 @@ class HeldTensors:
                 except Exception:  # it fails again in the trace that counts, which raises it
                     continue
                 met.add(own)
-                modes[mode] = _Found(reads=reads, values=reads.values())
+                modes[mode] = reads, reads.values()
         found = self._choose(call, met)
+        # A width may equal the number of nodes or edges by chance: then the data alone run.
+        data = replace(found, held=tuple(one for one in found.held if one.weight is None))
         if not self._runs(self._with(call, found)):
             folded = self._fold(self._with(call, found), found)
             if folded is not None and self._runs(self._with(call, folded)):
                 found = folded
-            elif (rest := found.without_weights()) and self._runs(self._with(call, rest)):
-                found = rest
+            elif len(data.held) < len(found.held) and self._runs(self._with(call, data)):
+                found = data
         if not found.held and found.results is None:
             self.without.add(call.signature)
             return call
@@ -115,8 +103,7 @@ class HeldTensors:
         for mode, one in modes.items():
             if len(self._known) >= _MOST:
                 del self._known[next(iter(self._known))]
-            key = self._key(call, is_training=mode)
-            self._known[key] = replace(found, reads=one.reads, values=one.values)
+            self._known[self._key(call, is_training=mode)] = *one, found
         return self._with(call, found)
 
     def _key(self, call: Call, *, is_training: bool) -> Hashable:
@@ -127,10 +114,8 @@ class HeldTensors:
         """Whether a call is not refused; other errors are raised later."""
         try:
             self._try(call)
-        except GNNPipeError:
-            return False
-        except Exception:
-            return True
+        except Exception as error:
+            return not isinstance(error, GNNPipeError)
         return True
 
     def _with(self, call: Call, found: _Found) -> Call:
@@ -152,14 +137,11 @@ class HeldTensors:
         return like.expand(shape).requires_grad_(parameter.requires_grad)
 
     def _trace(self, call: Call) -> tuple[fx.Graph, Reads, Met]:
-        with (
-            without_memory(find_convs(self._module)),
-            torch.inference_mode(False),
-            undisturbed(self._module),
-        ):
+        module = self._module
+        with without_memory(find_convs(module)), torch.inference_mode(False), undisturbed(module):
             questions = Questions(lambda graph, root: _answer(graph, root, call))
-            is_grad_enabled = torch.is_grad_enabled()
-            return trace_twice(self._module, call, questions, is_grad_enabled=is_grad_enabled)
+            records = torch.is_grad_enabled()
+            return trace(module, call, questions, is_grad_enabled=records, is_trial=True)
 
     def _fold(self, call: Call, found: _Found) -> _Found | None:
         """Return `found` with the results of operations on data; None if there are none."""
@@ -202,11 +184,8 @@ class HeldTensors:
             if held:
                 raise
             return _Found()
-        held += [
-            one
-            for one in named
-            if one not in held and one.value.dim() and one.value.size(0) in counted
-        ]
+        rest = [one for one in named if one not in held]
+        held += [one for one in rest if one.value.dim() and one.value.size(0) in counted]
         return _Found(tuple(held), num_nodes)
 
     def _count(self, call: Call, several: Sequence[Held]) -> tuple[set[int], int]:
@@ -253,15 +232,12 @@ class _Results:
         self._run = fx.GraphModule(nn.Module(), graph)
         values = dict(zip(copies, self._results(call), strict=True))
         ends = _ends_of(values)
-        graph.erase_node(output)
-        graph.output(tuple(copies[node] for node in ends))
-        self._run = fx.GraphModule(nn.Module(), graph)
+        output.args = (tuple(copies[node] for node in ends),)
+        self._run.recompile()
         root = root_of(module)
 
         def reads_edges(node: fx.Node) -> bool:
-            is_layer = node.op == "call_module"
-            is_layer = is_layer and contains_passing(root.get_submodule(str(node.target)))
-            return is_layer or _is_row_of_edges(node, values)
+            return calls_passing(node, root) or _is_row_of_edges(node, values)
 
         self._of_edges = [any(map(reads_edges, node.users)) for node in ends]
         self._nodes = [node.name for node in ends]
@@ -281,9 +257,8 @@ class _Results:
             self._before = now
         held = []
         for name, value, is_of_edges in zip(self._nodes, self._values, self._of_edges, strict=True):
-            is_tensor = isinstance(value, Tensor)
-            if is_tensor or is_matrix(value):
-                is_edges = is_tensor and is_of_edges and _is_edges(value)
+            if isinstance(value, Tensor) or is_matrix(value):
+                is_edges = isinstance(value, Tensor) and is_of_edges and _is_edges(value)
                 label = f"result_{name}" + ("_edge_index" if is_edges else "")
                 held.append(Held(label, value, None, node=name))
         return held
@@ -331,9 +306,8 @@ def _is_edges(value: Tensor) -> bool:
 
 def _name_of(name: str, value: Any) -> str:
     """Return the name of a held tensor, which shows that edges are edges."""
-    is_shown = "edge_index" in name or is_of_pairs(name)
-    is_named = is_shown or not isinstance(value, Tensor) or not _is_edges(value)
-    return name if is_named else f"{name}_edge_index"
+    is_shown = "edge_index" in name or is_of_pairs(name) or not isinstance(value, Tensor)
+    return name if is_shown or not _is_edges(value) else f"{name}_edge_index"
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[int, str]]:

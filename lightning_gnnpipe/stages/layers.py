@@ -1,18 +1,14 @@
 """Cuts a traced graph into layers: segments with one message-passing call each.
 
-  leaf_0  lin  relu | conv_0  norm  relu  add | conv_1  norm  relu  add | conv_2  norm  lin  output
-                    (never here)            ^ cut                     ^ cut
-
 Between two calls, the cut goes where the fewest bytes per node are alive. All values alive there
 cross the cut (h; GCNII's x_0; JumpingKnowledge's list), so that any cut can separate two stages.
-
 Code behind the last call that mixes rows, such as a readout or a decoder of pairs, is the head:
 every rank runs it on all rows, as it does the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -21,11 +17,11 @@ from torch import Tensor, fx, nn
 
 from lightning_gnnpipe.calls import Call, Kind
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.stages.find import contains_passing
+from lightning_gnnpipe.stages.find import calls_passing
 from lightning_gnnpipe.stages.reads import Reads
 from lightning_gnnpipe.stages.segments import (
     Segment,
-    SegmentBuilder,
+    build_segment,
     find_sources,
     is_inplace,
 )
@@ -55,33 +51,21 @@ ROW_KINDS = (Kind.NODE, Kind.EDGE, Kind.GRAPH, Kind.NONEMPTY_PREFIX)
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The layers of a model, in the order of execution.
-
-    Attributes:
-        crossing: For each segment, the earlier values that are alive where it begins.
-        outputs: Names of the values that the last segment returns: those the head reads, or the
-            model's output tensors.
-        output_template: Structure of the output, with `fx.Node`s in place of tensors.
-        repeatable: Crossing values that any stage can compute from the batch, in the order of
-            computation, mapped to the number of the segment that computes them.
-        outside: Values that forward reads besides its arguments.
-        head: Computes the model's output from `outputs` and leaves; None if these are the output.
-        num_rows: Numbers of nodes and edges that the trace depends on; empty for any graph.
-        weights: Names of the parameters that are leaves, by the name of the leaf.
-        whole: Runs the trace on all leaves, if some of them are no arguments.
-    """
+    """The layers of a model, in the order of execution."""
 
     segments: tuple[Segment, ...]
-    crossing: tuple[tuple[str, ...], ...]
+    crossing: tuple[tuple[str, ...], ...]  # for each segment, earlier values alive where it begins
     values: dict[str, Value]
-    outputs: tuple[str, ...]
-    output_template: Any
+    outputs: tuple[str, ...]  # values that the last segment returns, for the head if there is one
+    output_template: Any  # structure of the output, with `fx.Node`s in place of tensors
+    # Crossing values that any stage can compute from the batch, in the order of computation, mapped
+    # to the number of the segment that computes them.
     repeatable: Mapping[str, int] = field(default_factory=dict)
-    outside: Reads = field(default_factory=Reads, compare=False)
-    head: Segment | None = None
-    num_rows: tuple[int, ...] = ()
-    weights: Mapping[str, str] = field(default_factory=dict)
-    whole: fx.GraphModule | None = None
+    outside: Reads = field(default_factory=Reads, compare=False)  # besides the arguments
+    head: Segment | None = None  # computes the model's output from `outputs` and leaves
+    num_rows: tuple[int, ...] = ()  # of nodes and edges, if the trace is for one graph
+    weights: Mapping[str, str] = field(default_factory=dict)  # names of parameters, by their leaf
+    whole: fx.GraphModule | None = None  # runs on all leaves, if some of them are no arguments
 
     def run_plain(self, module: nn.Module, call: Call) -> Any:
         """Run `module` on the leaves of `call`, or the trace if it reads more than arguments."""
@@ -142,39 +126,46 @@ def cut_layers(
     """
     nodes: Sequence[fx.Node] = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     output = next(node for node in graph.nodes if node.op == "output")
-    calls = _find_calls(nodes, module, values)
-    cutter = _Cutter(nodes, output, values, [nodes[call] for call in calls])
+    root, free = root_of(module), _find_free(nodes, values)
+    calls = _find_calls(nodes, root, values, free)
+    if not calls:
+        raise UnsupportedError(
+            expected="the forward of the pipelined module to call message-passing layers, or to "
+            "multiply a sparse matrix that is an argument by rows of nodes",
+            found=f"none in {type(module).__name__}",
+            remedy="Choose the module that does with GNNPipeStrategy(pipelined_module=...).",
+        )
+    cutter = _Cutter(nodes, output, values, calls, free)
     end = None
     if Kind.GRAPH not in output_kinds:  # in a batch of graphs, pools run on chunks
-        if not any(is_inplace(node, root_of(module)) for node in nodes):
+        if not any(is_inplace(node, root) for node in nodes):
             cutter.put_off()
-        nodes, calls = cutter.nodes, [cutter.place[call] for call in cutter.calls]
-        end = cutter.head(calls[-1], output_kinds)
+        end = cutter.head(output_kinds)
+    nodes, head = cutter.nodes, None
     if end is None:
         outputs, end = _check_outputs(output, values, output_kinds, remedy), len(nodes)
-        head = None
     else:
         outputs = cutter.alive(end)
-        head = cutter.build_head(len(calls), end, module)
-    starts = cutter.starts(calls)
+        head = build_segment(len(calls), nodes[end:], free, output.args[0], (), root)
+    starts = cutter.starts()
     crossing = tuple(cutter.alive(start) for start in starts)
-    ends = [*starts[1:], end]
-    segments = []
-    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        needed = crossing[index + 1] if index + 1 < len(starts) else outputs
-        segments.append(cutter.segment(index, (start, end), needed, module))
-    return Layers(tuple(segments), crossing, values, outputs, output.args[0], head=head)
+    by_name = {node.name: node for node in graph.nodes}
+    spans = zip(pairwise([*starts, end]), [*crossing[1:], outputs], strict=True)
+    segments = tuple(
+        build_segment(i, nodes[slice(*span)], free, tuple(map(by_name.get, names)), names, root)
+        for i, (span, names) in enumerate(spans)
+    )
+    return Layers(segments, crossing, values, outputs, output.args[0], head=head)
 
 
 def _find_calls(
-    nodes: Sequence[fx.Node], module: nn.Module, values: Mapping[str, Value]
-) -> list[int]:
-    """Return the positions of calls of layers, and of products of a sparse matrix and rows."""
-    root, free = root_of(module), _find_free(nodes, values)
+    nodes: Sequence[fx.Node], root: nn.Module, values: Mapping[str, Value], free: Set[fx.Node]
+) -> list[fx.Node]:
+    """Return the calls of layers, and the products of a sparse matrix and rows."""
     matrices = {name for name, value in values.items() if value.kind is Kind.EDGE_INDEX}
 
     def passes(node: fx.Node) -> bool:
-        if node.op == "call_module" and contains_passing(root.get_submodule(str(node.target))):
+        if calls_passing(node, root):
             return True
         results = [node] if node.name in values else node.users  # parts of a tuple
         of_nodes = (values[one.name].kind is Kind.NODE for one in results if one.name in values)
@@ -190,19 +181,12 @@ def _find_calls(
         is_new = value.kind is Kind.EDGE and node not in free
         return is_new or LOOKS_UP in node.meta or not messages.isdisjoint(node.all_input_nodes)
 
-    calls, messages = list[int](), set[fx.Node]()
-    for i, node in enumerate(nodes):
+    calls, messages = list[fx.Node](), set[fx.Node]()
+    for node in nodes:
         if passes(node):
-            calls.append(i)
+            calls.append(node)
         elif is_message(node):
             messages.add(node)
-    if not calls:
-        raise UnsupportedError(
-            expected="the forward of the pipelined module to call message-passing layers, or to "
-            "multiply a sparse matrix that is an argument by rows of nodes",
-            found=f"none in {type(module).__name__}",
-            remedy="Choose the module that does with GNNPipeStrategy(pipelined_module=...).",
-        )
     return calls
 
 
@@ -213,17 +197,16 @@ def _check_outputs(
     fx.node.map_arg(output.args[0], lambda node: found.setdefault(node.name, node))
     rows = "per node" if Kind.GRAPH not in kinds else "per node, edge or graph of the batch"
     for name, node in found.items():
-        if name not in values or values[name].kind not in kinds:
-            raise UnsupportedError(
-                expected=f"every output of the pipelined module to have one row {rows}",
-                found=(
-                    values[name].words
-                    if name in values
-                    else "a tuple, or another value that is no tensor"
-                )
-                + at(line_of_node(node)),
-                remedy=remedy or _remedy(values.get(name), line_of_node(node)),
-            )
+        value, line = values.get(name), line_of_node(node)
+        if value is not None and value.kind in kinds:
+            continue
+        words = "a tuple, or another value that is no tensor" if value is None else value.words
+        is_attention = value is None or "return_attention_weights" in line
+        raise UnsupportedError(
+            expected=f"every output of the pipelined module to have one row {rows}",
+            found=words + at(line),
+            remedy=remedy or (_REMEDY_SEVERAL if is_attention else _REMEDY_OUTPUTS),
+        )
     if not found:
         raise UnsupportedError(
             expected="the pipelined module to return tensors",
@@ -233,22 +216,15 @@ def _check_outputs(
     return tuple(found)
 
 
-def _remedy(value: Value | None, line: str) -> str:
-    is_attention = value is None or "return_attention_weights" in line
-    return _REMEDY_SEVERAL if is_attention else _REMEDY_OUTPUTS
-
-
 def _find_free(nodes: Sequence[fx.Node], values: Mapping[str, Value]) -> set[fx.Node]:
     """Find cheap values that each segment recomputes: sizes, weights and transformed edges."""
     free: set[fx.Node] = set()
     for node in nodes:
         is_cheap = node.op in ("get_attr", "call_function", "call_method")
-        sources_are_free = all(
-            source.op == "placeholder" or source in free for source in node.all_input_nodes
-        )
         is_rows = node.name in values and values[node.name].row_kind == (Kind.NODE, 0)
-        is_plain = is_cheap and not is_named_random(node) and sources_are_free and not is_rows
-        if is_plain or FREE in node.meta:
+        is_plain = is_cheap and not is_rows and not is_named_random(node)
+        sources = (one for one in node.all_input_nodes if one.op != "placeholder")
+        if FREE in node.meta or (is_plain and free.issuperset(sources)):
             free.add(node)
     return free
 
@@ -260,9 +236,9 @@ class _Cutter:
         output: fx.Node,
         values: dict[str, Value],
         calls: Sequence[fx.Node],
+        free: Set[fx.Node],
     ) -> None:
-        self.values, self.free = values, _find_free(nodes, values)
-        self.output, self.calls = output, calls
+        self.values, self.free, self.output, self.calls = values, free, output, calls
         self._set_order(nodes)
 
     def _set_order(self, nodes: Sequence[fx.Node]) -> None:
@@ -292,43 +268,35 @@ class _Cutter:
             return any(self._is_used_from(later, start) for later in user.users)
         return self.place[user] >= start
 
-    def starts(self, calls: Sequence[int]) -> list[int]:
+    def starts(self) -> list[int]:
         """First position of each segment."""
         starts = [0]
-        for call, following in pairwise(calls):
-            costs = {
-                place: cost
-                for place in range(call + 1, following + 1)
-                if (cost := self._row_bytes(place)) is not None
-            }
-            if costs:
-                starts.append(min(costs, key=lambda place: (costs[place], place)))
+        for call, following in pairwise(self.calls):
+            places = range(self.place[call] + 1, self.place[following] + 1)
+            if costs := self._row_bytes(places, ROW_KINDS):
+                starts.append(min(costs, key=costs.__getitem__))
         return starts
 
-    def _row_bytes(self, start: int) -> int | None:
-        """Bytes per row of the values alive at `start`; None if one of them cannot cross."""
-        total = 0
-        for name in self.alive(start):
-            value = self.values.get(name)
-            if value is None or value.kind not in ROW_KINDS:
-                return None
-            total += value.row_bytes
-        return total
+    def _row_bytes(self, places: Iterable[int], kinds: Collection[Kind]) -> dict[int, int]:
+        """Bytes per row of the values alive at each of `places` where they are rows of `kinds`."""
+        alive = {place: self.alive(place) for place in places}
+        return {
+            place: sum(self.values[name].row_bytes for name in names)
+            for place, names in alive.items()
+            if self._are_rows(names, kinds)
+        }
 
-    def head(self, last_call: int, kinds: Collection[Kind]) -> int | None:
+    def head(self, kinds: Collection[Kind]) -> int | None:
         """First position of the head; None if the outputs are rows, and nothing mixes rows."""
-        behind = range(last_call + 1, len(self.nodes))
+        first = self.place[self.calls[-1]] + 1
+        behind = range(first, len(self.nodes))
         mixing = next((place for place in behind if self._mixes(self.nodes[place])), None)
         found = {node.name for node in self.output.all_input_nodes}
         if mixing is None and self._are_rows(found, kinds):
             return None
         last = len(self.nodes) if mixing is None else mixing
-        costs = {
-            place: sum(self.values[name].row_bytes for name in alive)
-            for place in range(last_call + 1, last + 1)
-            if (alive := self.alive(place)) and self._are_rows(alive, kinds)
-        }
-        return min(costs, key=lambda place: (costs[place], -place), default=None)
+        costs = self._row_bytes(filter(self.alive, range(first, last + 1)), kinds)
+        return min(reversed(costs), key=costs.__getitem__, default=None)
 
     def _are_rows(self, names: Collection[str], kinds: Collection[Kind]) -> bool:
         return all(name in self.values and self.values[name].kind in kinds for name in names)
@@ -339,9 +307,7 @@ class _Cutter:
         kinds = {kind for source in node.all_input_nodes for kind in self._row_kinds(source)}
         if kinds and str(node.target).rpartition(".")[2] in _ORDERS:
             return True
-        if value is None or node in self.free:
-            return False
-        return bool(kinds - {value.row_kind})
+        return value is not None and node not in self.free and bool(kinds - {value.row_kind})
 
     def _row_kinds(self, node: fx.Node) -> set[tuple[Kind, int]]:
         """What the rows of `node`, or of the tensors in it, count."""
@@ -351,27 +317,6 @@ class _Cutter:
         if is_of_shapes(node) or node in self.calls:  # what else a layer returns is unknown
             return set()
         return {kind for source in node.all_input_nodes for kind in self._row_kinds(source)}
-
-    def build_head(self, index: int, start: int, module: nn.Module) -> Segment:
-        """Build the head, which begins at position `start`."""
-        builder = SegmentBuilder(self.free)
-        for node in self.nodes[start:]:
-            if node not in self.free:
-                builder.copy(node)
-        return builder.build_head(index, self.output, module)
-
-    def segment(
-        self, index: int, span: tuple[int, int], needed: tuple[str, ...], module: nn.Module
-    ) -> Segment:
-        """Build the segment of positions `span` with the outputs `needed`."""
-        body = self.nodes[span[0] : span[1]]
-        builder = SegmentBuilder(self.free)
-        for node in body:
-            if node not in self.free:
-                builder.copy(node)
-        by_name = {node.name: node for node in self.place}
-        by_name |= {leaf.name: leaf for leaf in body[0].graph.nodes if leaf.op == "placeholder"}
-        return builder.build(index, [by_name[name] for name in needed], module)
 
 
 def _thaw(value: Any) -> Any:

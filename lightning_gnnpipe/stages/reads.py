@@ -1,12 +1,9 @@
 """Records what a forward reads besides its arguments: options, flags, globals, closures, classes.
 
-A trace bakes these values in, so it is reused only while they are unchanged.
-
-    attributes of modules  ->  functions among them  ->  their globals, closures, defaults
-                                                     ->  functions among these, and so on
-
-Attribute reads on modules are watched during the trace. A function is assumed to read every global
-in its code; of classes and Python modules, only members with a name in its code are recorded.
+A trace bakes these values in, so it is reused only while they are unchanged. Attribute reads on
+modules are watched during the trace, functions among them are followed to their globals, closures
+and defaults. A function is assumed to read every global in its code; of classes and Python modules,
+only members with a name in its code are recorded.
 """
 
 from __future__ import annotations
@@ -26,10 +23,10 @@ from lightning_gnnpipe._compat_torch import registry_of
 from lightning_gnnpipe.stages.content import (
     FRAMEWORKS,
     MISSING,
-    KeptProxyError,
     Same,
     Watched,
     content_of,
+    holds_proxy,
     is_plain,
     plain_of,
 )
@@ -101,9 +98,7 @@ class Reads:
         return tuple([content_of(read()) for read in self._sources.values()])
 
     def plain(
-        self,
-        values: tuple[Hashable, ...],
-        number_of: Callable[[torch.Tensor], int] | None = None,
+        self, values: tuple[Hashable, ...], number_of: Callable[[torch.Tensor], int] | None = None
     ) -> list[tuple[str, Any]]:
         """Return the plain part of `values` by name, the same in every process and mode."""
         named = zip((name for name, _ in self._sources), values, strict=True)
@@ -115,20 +110,12 @@ class Reads:
 
     def kept(self) -> list[str]:
         """Return the names of the sources where a trace has left a proxy."""
-        return [name for (name, _), read in self._sources.items() if _holds_proxy(read())]
+        return [name for (name, _), read in self._sources.items() if holds_proxy(read())]
 
     def changed(self, before: tuple[Hashable, ...], now: tuple[Hashable, ...]) -> list[str]:
         """Return the names of the sources whose values differ."""
         triples = zip(self._sources, before, now, strict=True)
         return [name for (name, _), old, new in triples if old != new]
-
-
-def _holds_proxy(value: Any) -> bool:
-    try:
-        content_of(value)
-    except KeptProxyError:
-        return True
-    return False
 
 
 class _Walk:

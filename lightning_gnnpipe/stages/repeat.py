@@ -1,7 +1,4 @@
-"""Finds values that a stage recomputes instead of receiving.
-
-    stage 0   x -> dropout -> lin -> relu = X_0 -> layers ->  X  |
-    stage 1   x -> dropout -> lin -> relu = X_0 -> layers    <-  X  crosses the cut, X_0 does not
+"""Finds values that a stage recomputes instead of receiving, like X_0 = relu(lin(dropout(x))).
 
 Every rank holds the batch, so values computed from it row by row need not be sent. The stages share
 the weights (`lin`) and sum their gradients, instead of sending gradients of rows back. A copy keeps
@@ -39,11 +36,7 @@ _ROUNDING = 1e-3  # relative to the norm; loose, so that all ranks decide alike
 
 
 def find_repeatable(
-    layers: Layers,
-    module: nn.Module,
-    call: Call,
-    inputs: Inputs,
-    served: Collection[nn.Module],
+    layers: Layers, module: nn.Module, call: Call, inputs: Inputs, served: Collection[nn.Module]
 ) -> Layers:
     """Return `layers` with `repeatable` set; segments no longer pass these values on.
 
@@ -91,9 +84,8 @@ def _is_of_rows(name: str, segment: Segment, layers: Layers, special: Collection
         known = layers.values.get(node.name)
         if node.op == "placeholder" and not node.name.startswith("leaf_"):
             return False
-        if node.name in layers.weights:  # a table may be larger than the rows that are spared
-            return False
-        if not _is_plain(segment, node, special):
+        is_table = node.name in layers.weights  # may be larger than the rows that are spared
+        if is_table or not _is_plain(segment, node, special):
             return False
         if known is not None and known.kind in (Kind.NODE, Kind.EDGE):
             if (known.kind, known.edge_set) != (value.kind, value.edge_set):
@@ -116,15 +108,12 @@ def _is_plain(segment: Segment, node: fx.Node, special: Collection[int]) -> bool
     )
 
 
-def _is_undisturbed(segment: Segment, sources: Collection[str], effects: Effects) -> bool:
+def _is_undisturbed(segment: Segment, sources: set[str], effects: Effects) -> bool:
     """Whether the nodes `sources` of `segment` compute the same without its other nodes."""
-    if any(effects.writers[name] - set(sources) for name in sources):
-        return False
-    if any(name in effects.changers for name in sources):
-        return False
+    is_own = all(effects.writers[name] <= sources for name in sources)
     drawing = [n.name in sources for n in segment.module.graph.nodes if n.name in effects.draws]
-    first = drawing.index(False) if False in drawing else len(drawing)
-    return not any(drawing[first:])
+    is_first = drawing == sorted(drawing, reverse=True)  # none draws behind another node
+    return is_own and effects.changers.isdisjoint(sources) and is_first
 
 
 def _is_same(part: Segment, sample: Sample, given: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,30 +15,21 @@ from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.layers import Learner, NodeSums, check_sums, find_layers
 from lightning_gnnpipe.passing import replace_attributes
 from lightning_gnnpipe.stages.find import contains_passing
-from lightning_gnnpipe.stages.tracer import is_named_random, is_named_write, root_of
+from lightning_gnnpipe.stages.tracer import is_named_random, is_named_write
 from lightning_gnnpipe.stages.values import LOOKS_UP, Sample
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One layer, or a part of it: a module whose positional inputs and outputs are named values.
+    """One layer, or a part of it: a module whose positional inputs and outputs are named values."""
 
-    Attributes:
-        index: Number of the layer, from 0.
-        inputs: Names of leaves (`leaf_0`) and of values of earlier segments.
-        outputs: Names of the values that later segments or the caller need.
-        has_inplace: Whether it may overwrite its inputs.
-        sums: The functions that it calls outside of layers and that sum over all nodes.
-        looks_up: Whether it looks rows of nodes up by the sources of edges.
-    """
-
-    index: int
+    index: int  # number of the layer, from 0
     module: fx.GraphModule
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    has_inplace: bool
-    sums: NodeSums = field(default_factory=dict, compare=False)
-    looks_up: bool = False
+    inputs: tuple[str, ...]  # leaves (`leaf_0`) and values of earlier segments
+    outputs: tuple[str, ...]  # values that later segments or the caller need
+    has_inplace: bool  # it may overwrite its inputs
+    sums: NodeSums = field(default_factory=dict, compare=False)  # calls that sum over all nodes
+    looks_up: bool = False  # it looks rows of nodes up by the sources of edges
 
     @property
     def ends(self) -> dict[str, fx.Node]:
@@ -99,40 +90,36 @@ def _make_segment(index: int, graph: fx.Graph, outputs: Iterable[str], root: nn.
     return Segment(index, module, inputs, tuple(outputs), has_inplace, looks_up=looks_up)
 
 
-class SegmentBuilder:
-    """Copies nodes into a new graph; an operand becomes a copy if in `free`, else an input."""
+def build_segment(
+    index: int,
+    body: Sequence[fx.Node],
+    free: Set[fx.Node],
+    results: Any,
+    outputs: Iterable[str],
+    root: nn.Module,
+) -> Segment:
+    """Return a segment that copies the nodes of `body` that are not in `free`.
 
-    def __init__(self, free: set[fx.Node]) -> None:
-        self.graph = fx.Graph()
-        self._free = free
-        self._copies: dict[fx.Node, fx.Node] = {}
-        self._last_input: fx.Node | None = None
+    It returns `results`, nodes of the original graph in any structure. An operand that is not in
+    `body` becomes a copy if in `free`, else an input.
+    """
+    graph, copies, own = fx.Graph(), dict[fx.Node, fx.Node](), set(body)
+    last_input: fx.Node | None = None
 
-    def copy(self, node: fx.Node) -> fx.Node:
-        self._copies[node] = self.graph.node_copy(node, self.lookup)
-        return self._copies[node]
+    def copy_of(node: fx.Node) -> fx.Node:
+        nonlocal last_input
+        if node not in copies and (node in own or node in free):
+            copies[node] = graph.node_copy(node, copy_of)
+        elif node not in copies:
+            with graph.inserting_after(last_input) if last_input else graph.inserting_before():
+                copies[node] = last_input = graph.placeholder(node.name)
+        return copies[node]
 
-    def lookup(self, node: fx.Node) -> fx.Node:
-        """Return the copy of `node`, or the placeholder in its place."""
-        if node in self._copies:
-            return self._copies[node]
-        if node in self._free:
-            return self.copy(node)
-        first = self._last_input.next if self._last_input else next(iter(self.graph.nodes), None)
-        with self.graph.inserting_before(first) if first is not None else nullcontext():
-            self._copies[node] = self._last_input = self.graph.placeholder(node.name)
-        return self._copies[node]
-
-    def build(self, index: int, outputs: Sequence[fx.Node], module: nn.Module) -> Segment:
-        """Return the segment; `outputs` are nodes of the original graph."""
-        self.graph.output(tuple(self.lookup(node) for node in outputs))
-        names = [node.name for node in outputs]
-        return _make_segment(index, self.graph, names, root_of(module))
-
-    def build_head(self, index: int, output: fx.Node, module: nn.Module) -> Segment:
-        """Return a segment that returns what `output` does."""
-        self.graph.output(fx.node.map_arg(output.args[0], self.lookup))
-        return _make_segment(index, self.graph, (), root_of(module))
+    for node in body:
+        if node not in free:
+            copy_of(node)
+    graph.output(fx.node.map_arg(results, copy_of))
+    return _make_segment(index, graph, outputs, root)
 
 
 def is_inplace(node: fx.Node, root: nn.Module) -> bool:
@@ -148,19 +135,12 @@ def is_inplace(node: fx.Node, root: nn.Module) -> bool:
 
 @dataclass(slots=True)
 class Effects:
-    """Side effects of nodes, by name.
+    """Side effects of nodes, by name; some nodes are watched."""
 
-    Attributes:
-        draws: Nodes that draw random numbers, or would at a dropout probability above 0.
-        writers: For each watched node, the nodes that overwrite its result.
-        changers: Watched nodes that change a buffer of their module.
-        results: Results of watched nodes, as left after all segments.
-    """
-
-    draws: set[str] = field(default_factory=set)
-    writers: dict[str, set[str]] = field(default_factory=dict)
-    changers: set[str] = field(default_factory=set)
-    results: dict[str, Tensor] = field(default_factory=dict)
+    draws: set[str] = field(default_factory=set)  # random numbers, or would with dropout
+    writers: dict[str, set[str]] = field(default_factory=dict)  # overwrite a watched node's result
+    changers: set[str] = field(default_factory=set)  # watched ones that change a buffer
+    results: dict[str, Tensor] = field(default_factory=dict)  # of watched ones, after all segments
 
 
 def learn_effects(segments: Sequence[Segment], sample: Sample, watched: Collection[str]) -> Effects:
@@ -218,7 +198,8 @@ class _Watcher(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         effects = self._effects
-        buffers = self._buffers(n)
+        is_watched = n.op == "call_module" and n.name in effects.writers
+        buffers = list(self.submodules[str(n.target)].buffers()) if is_watched else []
         before = [buffer.clone() for buffer in buffers]
         numbers = _random_states(self._device)
         versions = {name: version_of(tensor) for name, tensor in effects.results.items()}
@@ -233,10 +214,6 @@ class _Watcher(fx.Interpreter):
         if n.name in effects.writers and isinstance(result, Tensor):
             effects.results[n.name] = result
         return result
-
-    def _buffers(self, node: fx.Node) -> list[Tensor]:
-        is_watched = node.op == "call_module" and node.name in self._effects.writers
-        return list(self.submodules[str(node.target)].buffers()) if is_watched else []
 
 
 def _random_states(device: torch.device) -> list[bytes]:

@@ -56,16 +56,14 @@ class Answer:
 
 @dataclass(slots=True)
 class Questions:
-    """What a forward asks of shapes; `learn` answers all questions in a graph, by node name.
+    """What a forward asks of shapes.
 
-    `learn` also gets the module in which the targets of the graph can be looked up.
-
-    `is_of_rows`: an answer depends on numbers of rows, so that the trace is for one size.
+    `learn` answers all questions in a graph, by node name; it gets the root of its targets as well.
     """
 
     learn: Callable[[fx.Graph, nn.Module], dict[str, Answer]] = lambda graph, root: {}
     answers: dict[str, Answer] = field(default_factory=dict)
-    is_of_rows: bool = False
+    is_of_rows: bool = False  # an answer depends on numbers of rows: the trace is for one size
 
 
 def mark(node: fx.Node) -> None:

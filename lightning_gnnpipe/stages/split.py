@@ -6,10 +6,10 @@ none (momentum, weight decay), so `find_reached` finds the weights that have a g
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from torch import fx, nn
 
@@ -22,22 +22,15 @@ from lightning_gnnpipe.stages.values import Value
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers that run on one rank.
-
-    Attributes:
-        repeated: Parts of earlier layers that the stage recomputes from the batch.
-        received: Names of the values from the previous stage.
-        sent: Names of the values for the next stage; on the last stage, of the model's outputs.
-        weights: Names of the parameters that are leaves, by the name of the leaf.
-    """
+    """Consecutive layers that run on one rank."""
 
     index: int
     segments: tuple[Segment, ...]
-    repeated: tuple[Segment, ...]
-    received: tuple[str, ...]
-    sent: tuple[str, ...]
+    repeated: tuple[Segment, ...]  # parts of earlier layers, recomputed from the batch
+    received: tuple[str, ...]  # values from the previous stage
+    sent: tuple[str, ...]  # values for the next stage; on the last one, the model's outputs
     values: dict[str, Value]
-    weights: Mapping[str, str] = field(default_factory=dict)
+    weights: Mapping[str, str] = field(default_factory=dict)  # names of parameters, by their leaf
 
     @cached_property
     def computed(self) -> tuple[Segment, ...]:
@@ -62,22 +55,18 @@ def solve_balance(
     check_num_stages(num_layers, num_stages)
     total = [0.0, *accumulate(costs)]
     extra = [0.0] * num_layers if first_costs is None else first_costs
-    best = [[float("inf")] * (num_layers + 1) for _ in range(num_stages + 1)]
-    cut = [[0] * (num_layers + 1) for _ in range(num_stages + 1)]
-    best[0][0] = 0.0
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # by number of layers
     for stage in range(1, num_stages + 1):
+        longer = {}
         for end in range(stage, num_layers + 1):
-            for start in range(stage - 1, end):
-                own = total[end] - total[start] + extra[start]
-                slowest = max(best[stage - 1][start], own)
-                if slowest < best[stage][end]:
-                    best[stage][end], cut[stage][end] = slowest, start
-    counts: list[int] = []
-    end = num_layers
-    for stage in range(num_stages, 0, -1):
-        counts.append(end - cut[stage][end])
-        end = cut[stage][end]
-    return tuple(reversed(counts))
+            slowest, start = min(  # of equal ones the first start
+                (max(best[start][0], total[end] - total[start] + extra[start]), start)
+                for start in best
+                if start < end
+            )
+            longer[end] = slowest, (*best[start][1], end - start)
+        best = longer
+    return best[num_layers][1]
 
 
 def check_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -121,35 +110,23 @@ def split_layers(
 ) -> tuple[Stage, ...]:
     """Return one stage per count; stages recompute the values `repeated`."""
     stages = []
-    start = 0
-    for index, count in enumerate(counts):
-        end = start + count
+    for index, (start, end) in enumerate(pairwise(accumulate(counts, initial=0))):
         is_last = end == len(layers.segments)
-        segments = layers.segments[start:end]
-        crossing = layers.crossing[start]
+        segments, crossing = layers.segments[start:end], layers.crossing[start]
         read = {name for segment in segments for name in segment.inputs}
         read |= set(layers.outputs) if is_last else set()
         again = [name for name in crossing if name in repeated and name in read]
-        received = _without(crossing, repeated)
-        sent = layers.outputs if is_last else _without(layers.crossing[end], repeated)
-        parts = _parts(layers, again)
+        sources = sorted({layers.repeatable[name] for name in again})
+        parts = tuple(
+            part_of(layers.segments[i], [n for n in again if layers.repeatable[n] == i])
+            for i in sources
+        )
+        received = tuple(name for name in crossing if name not in repeated)
+        following = () if is_last else layers.crossing[end]
+        sent = layers.outputs if is_last else tuple(n for n in following if n not in repeated)
         part = Stage(index, segments, parts, received, sent, layers.values, layers.weights)
         stages.append(part)
-        start = end
     return tuple(stages)
-
-
-def _without(names: Sequence[str], excluded: Collection[str]) -> tuple[str, ...]:
-    return tuple(name for name in names if name not in excluded)
-
-
-def _parts(layers: Layers, names: Sequence[str]) -> tuple[Segment, ...]:
-    """Return the parts of earlier segments that compute the values `names`."""
-    sources = sorted({layers.repeatable[name] for name in names})
-    return tuple(
-        part_of(layers.segments[source], [n for n in names if layers.repeatable[n] == source])
-        for source in sources
-    )
 
 
 def repeat_costs(
@@ -161,34 +138,59 @@ def repeat_costs(
 
 def find_users(stages: Iterable[Stage], module: nn.Module) -> dict[str, set[int]]:
     """Return the stages that use each parameter and buffer of `module`, by its first name."""
-    by_name = first_names(module)
     users: dict[str, set[int]] = {}
+    by_name = first_names(module)
     for stage in stages:
-        for leaf in stage.leaves & stage.weights.keys():
-            users.setdefault(stage.weights[leaf], set()).add(stage.index)
-        for segment in stage.computed:
-            for node in segment.module.graph.nodes:
-                for name in names_used(node, module, by_name):
-                    users.setdefault(by_name[name], set()).add(stage.index)
+        for name in _names_used(stage.computed, module, by_name, stage.weights):
+            users.setdefault(name, set()).add(stage.index)
     return users
 
 
 def names_read_whole(layers: Layers, module: nn.Module) -> set[str]:
     """Return the first names of parameters that are read otherwise than by the rows of a chunk."""
-    by_name = first_names(module)
-    nodes = (node for segment in layers.segments for node in segment.module.graph.nodes)
-    used = {by_name[name] for node in nodes for name in names_used(node, module, by_name)}
-    return used | names_of_head(layers, module)
+    read = _names_used(layers.segments, module, first_names(module), {})
+    return {*read, *names_of_head(layers, module)}
+
+
+def names_of_head(layers: Layers, module: nn.Module) -> set[str]:
+    """Return the first names of the parameters and buffers that the head uses."""
+    head = [layers.head] if layers.head else []
+    return set(_names_used(head, module, first_names(module), layers.weights))
+
+
+def _names_used(
+    segments: Iterable[Segment],
+    module: nn.Module,
+    by_name: Mapping[str, str],
+    weights: Mapping[str, str],
+) -> Iterator[str]:
+    """Yield the first names of all that `segments` use; `weights`: see `Stage`."""
+    for segment in segments:
+        for node in segment.module.graph.nodes:
+            yield from _names_of(node, module, by_name, weights)
+
+
+def _names_of(
+    node: fx.Node, module: nn.Module, by_name: Mapping[str, str], weights: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield the first names of the parameters and buffers of `module` that `node` uses."""
+    name = strip_root(str(node.target))
+    if node.op == "get_attr" and name in by_name:
+        yield by_name[name]
+    elif node.op == "placeholder" and name in weights:
+        yield weights[name]
+    elif node.op == "call_module":
+        layer, prefix = module.get_submodule(name), f"{name}." if name else ""
+        for tensors in (layer.named_parameters, layer.named_buffers):
+            yield from (by_name[prefix + inner] for inner, _ in tensors(remove_duplicate=False))
 
 
 def first_names(module: nn.Module) -> dict[str, str]:
     """Map each name of a parameter or buffer of `module` to the first name of that tensor."""
     first_name: dict[int, str] = {}
-    by_name = {}
-    for tensors in (module.named_parameters, module.named_buffers):
-        for name, tensor in tensors(remove_duplicate=False):
-            by_name[name] = first_name.setdefault(id(tensor), name)
-    return by_name
+    tensors = (module.named_parameters, module.named_buffers)
+    named = (pair for one in tensors for pair in one(remove_duplicate=False))
+    return {name: first_name.setdefault(id(tensor), name) for name, tensor in named}
 
 
 def choose_held(
@@ -203,37 +205,13 @@ def choose_held(
     `users`: stages that hold each tensor. A weight can be sent later, its optimizer state cannot.
     """
     plain = find_users(split_layers(layers, counts), module)
-    nobody: set[int] = set()
+    held = {one: users.get(one, set()) | plain.get(one, set()) for one in {*users, *plain}}
 
     def is_held(name: str) -> bool:
         wanted = find_users(split_layers(layers, counts, [name]), module)
-        return all(
-            stages <= users.get(weight, nobody) | plain.get(weight, nobody)
-            for weight, stages in wanted.items()
-        )
+        return all(stages <= held.get(weight, set()) for weight, stages in wanted.items())
 
     return [name for name in repeated if is_held(name)]
-
-
-def names_of_head(layers: Layers, module: nn.Module) -> set[str]:
-    """Return the first names of the parameters and buffers that the head uses."""
-    by_name, nodes = first_names(module), layers.head.module.graph.nodes if layers.head else ()
-    used = {by_name[name] for node in nodes for name in names_used(node, module, by_name)}
-    leaves = leaves_of([layers.head]) if layers.head else frozenset[str]()
-    return used | {layers.weights[leaf] for leaf in leaves & layers.weights.keys()}
-
-
-def names_used(node: fx.Node, module: nn.Module, registered: Container[str]) -> Iterable[str]:
-    """Yield the names of the parameters and buffers of `module` that `node` uses."""
-    name = strip_root(str(node.target))
-    if node.op == "get_attr" and name in registered:
-        yield name
-    elif node.op == "call_module":
-        layer = module.get_submodule(name)
-        for tensors in (layer.named_parameters, layer.named_buffers):
-            yield from (
-                f"{name}.{inner}" if name else inner for inner, _ in tensors(remove_duplicate=False)
-            )
 
 
 def find_reached(layers: Layers, module: nn.Module, outputs: Collection[str]) -> set[str]:
@@ -250,5 +228,5 @@ def find_reached(layers: Layers, module: nn.Module, outputs: Collection[str]) ->
             wanted.update(node.all_input_nodes)
             if is_leaf:
                 reached.add(str(node.target))
-            reached.update(by_name[name] for name in names_used(node, module, by_name))
+            reached.update(_names_of(node, module, by_name, {}))
     return reached | {name for leaf, name in layers.weights.items() if leaf in reached}

@@ -40,38 +40,18 @@ def trace(
     questions: Questions | None = None,
     *,
     is_grad_enabled: bool = True,
-) -> tuple[fx.Graph, Reads]:
+    is_trial: bool = False,
+) -> tuple[fx.Graph, Reads, Met]:
     """Return the graph of the method that is called, and what it reads beside its arguments.
 
     Placeholders `leaf_0`, `leaf_1`, ... are the leaves, `leaf_num_graphs` is the number of graphs.
     Targets begin with "module.". Values other than tensors are baked in. The forward is traced
-    twice; traces that differ are refused. `is_grad_enabled`: autograd mode of the user's call.
+    twice; traces that differ are refused, and tensors that forward makes, unless `is_trial`.
+    `is_grad_enabled`: autograd mode of the user's call.
     """
-    graph, reads, met = trace_twice(module, call, questions, is_grad_enabled=is_grad_enabled)
-    if met.made or met.kept:
-        raise UnsupportedError(
-            expected=f"the {_name_of(module, call)} to create no tensors of its own",
-            found="a tensor made from Python values or random numbers",
-            remedy="Register it as a buffer in __init__, or derive it from an argument "
-            "(x.new_zeros(...), torch.rand_like(x)).",
-        )
-    return graph, reads
-
-
-def trace_twice(
-    module: nn.Module,
-    call: Call,
-    questions: Questions | None = None,
-    *,
-    is_grad_enabled: bool = True,
-) -> tuple[fx.Graph, Reads, Met]:
-    """Return the graph, what forward reads, and the tensors that it meets; see `trace`."""
     random_numbers, name = random_states(), _name_of(module, call)
     questions = questions or Questions()
-    with (
-        undone_on_errors(_attributes(module)) as undo,
-        torch.set_grad_enabled(is_grad_enabled),
-    ):
+    with undone_on_errors(_attributes(module)) as undo, torch.set_grad_enabled(is_grad_enabled):
         graph, first, met = _trace_once(module, call, questions, undo)
         before = first.values()
         again, reads, also_met = _trace_once(module, call, questions, undo, is_second=True)
@@ -81,16 +61,19 @@ def trace_twice(
             raise _refuse_chance(name, f"a change of {', '.join(changed)}")
         if random_numbers != random_states():
             raise _refuse_chance(name, "random numbers that are drawn while it is traced")
-    return again, reads, met.compared(also_met)
+    met = met.compared(also_met)
+    if not is_trial and (met.made or met.kept):
+        raise UnsupportedError(
+            expected=f"the {name} to create no tensors of its own",
+            found="a tensor made from Python values or random numbers",
+            remedy="Register it as a buffer in __init__, or derive it from an argument "
+            "(x.new_zeros(...), torch.rand_like(x)).",
+        )
+    return again, reads, met
 
 
 def _trace_once(
-    module: nn.Module,
-    call: Call,
-    questions: Questions,
-    undo: ExitStack,
-    *,
-    is_second: bool = False,
+    module: nn.Module, call: Call, questions: Questions, undo: ExitStack, *, is_second: bool = False
 ) -> tuple[fx.Graph, Reads, Met]:
     caller, tracer = Caller(module, call), Tracer(module, questions, call)
     undo.callback(caller.watched.undo)

@@ -47,32 +47,18 @@ ROOT = "module"
 _LINE = "line"
 NUM_GRAPHS = "leaf_num_graphs"  # placeholder for the number of graphs, in a batch of graphs
 
-_POOLS = (
-    torch_geometric.nn.global_add_pool,
-    torch_geometric.nn.global_max_pool,
-    torch_geometric.nn.global_mean_pool,
-)
-_SEARCHED = (
-    torch_geometric.nn,
-    torch_geometric.nn.pool,
-    torch_geometric.nn.pool.glob,
-    torch_geometric.utils,
-)
+_nn, _utils = torch_geometric.nn, torch_geometric.utils
+_POOLS = (_nn.global_add_pool, _nn.global_max_pool, _nn.global_mean_pool)
+_SEARCHED = (_nn, _nn.pool, _nn.pool.glob, _utils)
 
 
 @dataclass(slots=True)
 class Met:
-    """Tensors that forward reads while it is traced, and that are no leaves of the call.
+    """Tensors that forward reads while it is traced, and that are no leaves of the call."""
 
-    Attributes:
-        named: Parameters and buffers, by name.
-        kept: Other tensors and sparse matrices, which exist before the trace.
-        made: Tensors that forward makes from Python values in each trace.
-    """
-
-    named: dict[str, torch.Tensor] = field(default_factory=dict)
-    kept: list[Any] = field(default_factory=list)
-    made: list[torch.Tensor] = field(default_factory=list)
+    named: dict[str, torch.Tensor] = field(default_factory=dict)  # parameters and buffers
+    kept: list[Any] = field(default_factory=list)  # matrices and more from before the trace
+    made: list[torch.Tensor] = field(default_factory=list)  # of Python values, in each trace
 
     def add(self, other: Met) -> None:
         """Add the tensors of a trace in another mode."""
@@ -118,18 +104,12 @@ class Tracer(fx.Tracer):
         self._results = [one for one in call.held if one.node]
         self._made = [one for one in call.held if one.is_made]
         self._read: dict[int, Any] = {}  # proxies of held tensors
-        functions = tuple(
-            function
-            for name in torch_geometric.utils.__all__
-            if callable(function := getattr(torch_geometric.utils, name))
-        )
-        listed = listed_parts(module)
-        self._listed = listed
+        functions = filter(callable, (getattr(_utils, name) for name in _utils.__all__))
+        listed = self._listed = listed_parts(module)
         self._traced = {
             id(m) for m in module.modules() if is_traced_through(m) and id(m) not in listed
         }
-        norm = torch_geometric.nn.conv.gcn_conv.gcn_norm
-        super().__init__(autowrap_functions=(*functions, *_POOLS, norm))
+        super().__init__(autowrap_functions=(*functions, *_POOLS, _nn.conv.gcn_conv.gcn_norm))
         self._contexts = _contexts()
         passing = [m for m in module.modules() if contains_passing(m) or not is_library(m)]
         own = (sys.modules[type(m).__module__] for m in passing)
@@ -173,8 +153,7 @@ class Tracer(fx.Tracer):
     def ask(self, proxy: fx.Proxy) -> Any:
         """Return the value of `proxy`; refuse values of tensors, and numbers of rows of batches."""
         found = self.answer(proxy.node) if is_of_shapes(proxy.node) else None
-        has_graphs = cast(Caller, self.root)._call.has_graphs
-        if found is None or not found.is_known or (found.is_of_rows and has_graphs):
+        if found is None or not found.is_known or (found.is_of_rows and self._call.has_graphs):
             raise fx.proxy.TraceError("control flow")
         self._questions.is_of_rows |= found.is_of_rows
         return found.value
@@ -182,24 +161,13 @@ class Tracer(fx.Tracer):
     def create_arg(self, a: Any) -> Any:
         is_constant = isinstance(a, torch.Tensor) and not isinstance(a, nn.Parameter)
         if is_constant or is_matrix(a):
-            found = self._find_held(a)
-            found = self._find_made(a) if found is None else found
-            if found is not None:
-                return found.node
+            made = (one for one in self._made if _are_equal(one.value, a))
+            held = self._held.get(id(a)) or next(made, None)
+            if held is not None:
+                return self._proxy_of(held).node
             if not any(a is one for one in (*self.root.buffers(), *self.met.kept)):
                 self.met.kept.append(a)
         return super().create_arg(a)
-
-    def _find_held(self, value: Any) -> Any:
-        """Return the proxy of a tensor that is a leaf beside the arguments; None if it is none."""
-        held = self._held.get(id(value))
-        return None if held is None else self._proxy_of(held)
-
-    def _find_made(self, value: Any) -> Any:
-        """Return the proxy of a tensor that forward has made, if it is a leaf."""
-        made = (one for one in self._made if _are_equal(one.value, value))
-        held = next(made, None)
-        return None if held is None else self._proxy_of(held)
 
     def _proxy_of(self, held: Held) -> Any:
         if id(held) not in self._read:
@@ -224,8 +192,8 @@ class Tracer(fx.Tracer):
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if isinstance(attr_val, torch.Tensor):
-            if (found := self._find_held(attr_val)) is not None:
-                return found
+            if id(attr_val) in self._held:
+                return self._proxy_of(self._held[id(attr_val)])
             named = chain(self.root.named_parameters(), self.root.named_buffers())
             name = next((name for name, one in named if one is attr_val), None)
             if name is not None:
@@ -246,7 +214,9 @@ class Tracer(fx.Tracer):
         if takes_parts and not is_library(m) and not isinstance(m, MessagePassing):
             self._traced |= {id(m)} - self._listed  # it may multiply the matrix several times
         result = super().call_module(m, forward, args, kwargs)
-        types = _node_types(m)
+        # The output keys of a layer for heterogeneous graphs.
+        types = list(m.node_types) if isinstance(m, HGTConv) else []
+        types = list(m.metadata[0]) if isinstance(m, HANConv) else types
         if len(types) == 1 and len(args) + len(kwargs) == 2:  # a dict, so that items() works
             return {types[0]: result[types[0]]}
         return result
@@ -254,14 +224,11 @@ class Tracer(fx.Tracer):
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
-        call = cast(Caller, self.root)._call
-        leaves = [
-            self.create_proxy("placeholder", f"leaf_{i}", (), {}) for i in range(len(call.leaves))
-        ]
-        self._leaves = list(leaves)
-        if call.has_graphs:
-            leaves.append(self.create_proxy("placeholder", NUM_GRAPHS, (), {}))
-        return type(self.root).forward, [self.root, *leaves]
+        names = [f"leaf_{i}" for i in range(len(self._call.leaves))]
+        names += [NUM_GRAPHS] if self._call.has_graphs else []
+        given = [self.create_proxy("placeholder", name, (), {}) for name in names]
+        self._leaves = given[: len(self._call.leaves)]
+        return type(self.root).forward, [self.root, *given]
 
 
 def find_folded(graph: fx.Graph, call: Call) -> set[fx.Node]:
@@ -270,21 +237,18 @@ def find_folded(graph: fx.Graph, call: Call) -> set[fx.Node]:
     They may overwrite results of each other, but no leaf. Leaves of data are in the set, and what
     depends on shapes only.
     """
-    weights = call.weights
-    data = {f"leaf_{i}" for i, t in enumerate(call.leaves) if not t.requires_grad} - {
-        f"leaf_{slot}" for slot in weights
-    }
+    data = {f"leaf_{i}" for i, leaf in enumerate(call.leaves) if not leaf.requires_grad}
+    data -= {f"leaf_{slot}" for slot in call.weights}
     found = {node for node in graph.nodes if node.op == "placeholder" and node.name in data}
     leaves = frozenset(found)
     for node in graph.nodes:
         sources = node.all_input_nodes
-        if is_of_shapes(node) and not is_named_random(node):
-            found.add(node)
         is_plain = node.op in ("call_function", "call_method") and node.target is not assemble
-        if is_plain and sources and all(source in found for source in sources):
-            is_write = sources[0] in leaves and is_named_write(node)
-            if not is_write and not is_named_random(node):
-                found.add(node)
+        is_computed = is_plain and bool(sources) and found.issuperset(sources)
+        is_write = is_computed and sources[0] in leaves and is_named_write(node)
+        is_folded = is_of_shapes(node) or (is_computed and not is_write)
+        if is_folded and not is_named_random(node):
+            found.add(node)
     return found
 
 
@@ -328,13 +292,6 @@ def _contexts() -> tuple[bool, ...]:
     """Return the modes of autograd and autocast, which fx does not record."""
     autocast = (torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
     return torch.is_grad_enabled(), *autocast
-
-
-def _node_types(m: nn.Module) -> list[str]:
-    """Return the output keys of a layer for heterogeneous graphs; empty for other modules."""
-    if isinstance(m, HANConv):
-        return list(m.metadata[0])
-    return list(m.node_types) if isinstance(m, HGTConv) else []
 
 
 def is_traced_through(module: nn.Module) -> bool:

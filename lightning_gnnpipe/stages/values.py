@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -92,23 +92,16 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A small part of the batch.
+    """A small part of the batch."""
 
-    Attributes:
-        leaves: In the order of the call.
-        is_whole: Whether it is the whole graph.
-        rowless: The leaves that have no rows of nodes or edges.
-        names: Of the leaves, if some are no arguments.
-    """
-
-    leaves: tuple[Tensor, ...]
+    leaves: tuple[Tensor, ...]  # in the order of the call
     num_nodes: int
     edge_index: Tensor
     edge_sizes: tuple[int, ...]
     graphs: GraphBatch | None = None
-    is_whole: bool = False
-    rowless: tuple[Tensor, ...] = ()
-    names: tuple[str, ...] = ()
+    is_whole: bool = False  # it is the whole graph
+    rowless: tuple[Tensor, ...] = ()  # leaves that have no rows of nodes or edges
+    names: tuple[str, ...] = ()  # of the leaves, if some are no arguments
 
     @property
     def arguments(self) -> tuple[Tensor | int, ...]:
@@ -175,20 +168,14 @@ def _draw_edges(module: nn.Module, call: Call, inputs: Inputs, num_edges: int) -
     for kind, number, leaf in zip(inputs.kinds, inputs.edge_sets, call.leaves, strict=True):
         rows = {Kind.NODE: nodes, Kind.EDGE: drawn[number]}.get(kind)
         part = local[number] if kind is Kind.EDGE_INDEX else leaf if rows is None else leaf[rows]
-        if kind is Kind.WHOLE and _is_index(leaf):
+        if kind is Kind.WHOLE and leaf.dim() and leaf.dtype in (torch.int64, torch.int32):
             part = leaf % nodes.numel()
         part = part.clone() if part.is_inference() else part
         if rows is not None and part.dtype is torch.bool and not part.any():
             part[::2] = True  # a mask selects some rows
         leaves.append(part.detach().requires_grad_(leaf.requires_grad))
-    return Sample(
-        tuple(leaves),
-        nodes.numel(),
-        torch.cat(local, dim=1),
-        tuple(counts),
-        rowless=_without_rows(leaves, inputs),
-        names=call.names if call.held else (),
-    )
+    edge_index = torch.cat(local, dim=1)
+    return _sample(call, inputs, leaves, nodes.numel(), edge_index, tuple(counts))
 
 
 def _without_rows(leaves: Sequence[Tensor], inputs: Inputs) -> tuple[Tensor, ...]:
@@ -196,23 +183,18 @@ def _without_rows(leaves: Sequence[Tensor], inputs: Inputs) -> tuple[Tensor, ...
     return tuple(leaf for leaf, kind in kinds if kind is Kind.WHOLE)
 
 
-def _is_index(leaf: Tensor) -> bool:
-    """Whether `leaf` may hold numbers of nodes."""
-    return bool(leaf.dim()) and leaf.dtype in (torch.int64, torch.int32)
-
-
 def whole_sample(call: Call, inputs: Inputs) -> Sample:
     """Return the whole graph, for modules that fail on a part of it."""
     leaves = tuple(leaf.detach().requires_grad_(leaf.requires_grad) for leaf in call.leaves)
-    return Sample(
-        leaves,
-        inputs.num_nodes,
-        inputs.edge_index,
-        inputs.edge_sizes,
-        is_whole=True,
-        rowless=_without_rows(leaves, inputs),
-        names=call.names if call.held else (),
-    )
+    sample = _sample(call, inputs, leaves, inputs.num_nodes, inputs.edge_index, inputs.edge_sizes)
+    return replace(sample, is_whole=True)
+
+
+def _sample(
+    call: Call, inputs: Inputs, leaves: Sequence[Tensor], num_nodes: int, edges: Tensor, sizes: Any
+) -> Sample:
+    rowless, names = _without_rows(leaves, inputs), call.names if call.held else ()
+    return Sample(tuple(leaves), num_nodes, edges, sizes, rowless=rowless, names=names)
 
 
 def _spaced(edges: Tensor, count: int, group: int) -> Tensor:
@@ -317,19 +299,15 @@ def _run_on(
         running[-1].meta[LOOKS_UP] = True
         return rows
 
-    def sum_up(sources: Tensor, _: Tensor, __: bool) -> None:
+    def sum_up(sources: Tensor, *_: Any) -> None:  # None: torch computes the sum
         take_note(sources)
 
     lookups = Lookups(sample.num_nodes, take_note, sum_up, sample.rowless)
+    no_writes = refusing_writes(sample.leaves, sample.names)
     runner = Recorder(fx.GraphModule(root, graph))
     runner.extra_traceback = False  # no fx node in error texts
     try:
-        with (
-            undisturbed(root),
-            torch.enable_grad(),
-            lookups,
-            refusing_writes(sample.leaves, sample.names),
-        ):
+        with undisturbed(root), torch.enable_grad(), lookups, no_writes:
             runner.run(*sample.arguments)
     except UnsupportedError:
         raise

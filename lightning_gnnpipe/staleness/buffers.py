@@ -17,11 +17,13 @@ Tables on the host lie in pinned memory. Between other devices copies are plain,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from lightning_gnnpipe.graph import Chunk
+from lightning_gnnpipe.staleness.method import HistoryOptions
 
 Wait = Callable[[], object]
 
@@ -71,9 +73,6 @@ class HostCopies:
         return found.to(device, non_blocking=True)
 
 
-Where = slice | Tensor
-
-
 class GradientBuffer:
     """Gradients of one history's rows, or of the outputs of a linear layer over it; in plan order.
 
@@ -85,13 +84,13 @@ class GradientBuffer:
     Scale 1 is the exact gradient with stale rows as constants. Scale 2 compensates for dropped
     gradients: unbiased for each edge over random orders, biased for paths over several chunks.
     Source: GNNPipe (arXiv 2308.10087), technique 3, for a scale of 2.
-
-    `linear_scale` is for layers that compute a weighted sum, `message_scale` for all other layers.
+    `linear_scale` is for layers that compute a weighted sum, the method's `message_scale` for all
+    other layers.
     """
 
-    def __init__(self, linear_scale: float, message_scale: float, copies: HostCopies) -> None:
-        self._linear_scale, self._message_scale = linear_scale, message_scale
-        self._copies = copies
+    def __init__(self, linear_scale: float, options: HistoryOptions, copies: HostCopies) -> None:
+        self._linear_scale, self._copies = linear_scale, copies
+        self._message_scale, self._dtype = options.method.message_scale, options.linear_dtype
         self._arriving: list[tuple[Tensor, Tensor, Wait]] = []  # positions, gradients on the way
         self._total: Tensor | None = None
         self._has_any = False
@@ -107,7 +106,7 @@ class GradientBuffer:
         place = self._copies.table(grad.shape, grad.dtype, total.device)
         self._arriving.append((positions, place, self._copies.send(grad, place)))
 
-    def take(self, rows: Where, *, is_linear: bool) -> Tensor | None:
+    def take(self, rows: slice | Tensor, *, is_linear: bool) -> Tensor | None:
         """Return the scaled gradient of `rows`, `[num_taken, *]`; None if none was added."""
         if self._total is None or not self._has_any:
             return None
@@ -120,22 +119,22 @@ class GradientBuffer:
         return grad if scale == 1.0 else grad * scale
 
     def add_output(
-        self, chunk: Chunk, grad: Tensor, dtype: torch.dtype, like: Tensor
+        self, chunk: Chunk, grad: Tensor, like: Tensor
     ) -> tuple[Tensor, tuple[int, ...] | None]:
         """Write the gradient of the chunk's outputs, `[num_nodes_of_chunk, *]`.
 
         Returns the buffer, `[num_rows, *]`, and the chunks that hold gradients in it; None for all.
         """
-        total = self._sized(dtype, like)
+        total = self._sized(self._dtype or grad.dtype, like)
         total[chunk.start : chunk.end] = grad
         if self._kept is None:
             return total, None
         self._done.append(chunk.index)
         return total, tuple(self._done)
 
-    def keep_output(self, chunk: Chunk, rows: Tensor, dtype: torch.dtype, like: Tensor) -> None:
+    def keep_output(self, chunk: Chunk, rows: Tensor, like: Tensor) -> None:
         """Keep the chunk's outputs in the buffer until their gradient overwrites them."""
-        self._kept = self._sized(dtype, like)
+        self._kept = self._sized(self._dtype or rows.dtype, like)
         self._kept[chunk.start : chunk.end] = rows
 
     def kept_output(self, chunk: Chunk) -> Tensor:
@@ -172,21 +171,17 @@ class MeanDrift:
     def begin_step(self) -> None:
         self._moved: Tensor | None = None  # summed change
         self._num_rows: Tensor | int = 0  # that it sums
-        self._seen: dict[int, Tensor] = {}  # drift when the chunk ran, by chunk
+        self.seen: dict[int, Tensor] = {}  # drift up to and including each chunk, `[*]`
 
     def replace(self, rows: Tensor) -> None:
         """Start from new rows, `[num_rows, *]`, after all were overwritten."""
-        starts = [0, *self._ends[:-1]]
-        bounds = enumerate(zip(starts, self._ends, strict=True))
+        bounds = enumerate(pairwise([0, *self._ends]))
         self._sums = {chunk: _sum(rows[start:end]) for chunk, (start, end) in bounds}
 
     def move(
         self, chunk: int, rows: Tensor, sum_over_shards: Callable[[Tensor], Tensor] | None
     ) -> None:
-        """Add the change of a chunk that has run; `rows`: `[num_nodes_of_chunk, *]`.
-
-        `sum_over_shards` sums over the ranks that hold rows of the chunk; None: this rank alone.
-        """
+        """Add the change of a chunk that has run; `sum_over_shards`: over its ranks, if several."""
         now = _sum(rows)
         then = self._sums[chunk].to(now.device)  # the first sums may be on the host
         self._sums[chunk] = now
@@ -196,11 +191,7 @@ class MeanDrift:
             change = both[:-1]
         self._moved = change if self._moved is None else self._moved + change
         self._num_rows = self._num_rows + (rows.size(0) if sum_over_shards is None else both[-1])
-        self._seen[chunk] = (self._moved / (self._num_rows + FLOOR)).view_as(now)
-
-    def seen_by(self, chunk: int) -> Tensor:
-        """Return the drift up to and including this chunk, `[*]`."""
-        return self._seen[chunk]
+        self.seen[chunk] = (self._moved / (self._num_rows + FLOOR)).view_as(now)
 
 
 def _sum(rows: Tensor) -> Tensor:

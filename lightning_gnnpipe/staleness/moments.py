@@ -1,25 +1,22 @@
 """Statistics of norms over all rows, while only some chunks have run in this step.
 
-Only the rows F of chunks that have run are current; all rows are known from the last step (then).
-All rows are assumed to have changed like F, channel by channel; at the last chunk this is exact:
+Only the rows F of chunks that have run are current. All rows are assumed to have changed like F
+since the last step (then), channel by channel; at the last chunk this is exact:
 
     s^2  = var F now / var F then
     var  = s^2 var of all then
     mean = mean F now + s (mean of all then - mean F then)
 
 Gradients flow through all rows of F. So, as in exact training, a shift or a scale of all rows
-changes no normalised row and has no gradient. The variance of few rows is unreliable. Both
-variances of F therefore include up to `FLOOR` extra rows with the variance of all rows then; their
-number falls to 0 at the last chunk.
-
-Sums are of x - c and (x - c)^2, with c the mean of all rows in the last step.
-
-Plain sums over all rows, as of linear attention, have no center: see `RowMoments.all_rows`.
+changes no normalised row and has no gradient. The variance of few rows is unreliable: both
+variances of F include up to `FLOOR` rows with the variance of all rows then, none at the last
+chunk. Sums are of x - c and (x - c)^2, with c the mean of all rows then. Plain sums over all rows,
+as of linear attention, have no center: see `RowMoments.all_rows`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -96,14 +93,12 @@ class RowMoments:
         if chunk in self._pooled:  # recomputed in backward
             return self._pooled[chunk]
         then = self.then[chunk] if self.then else None
-        before = self._last
+        pooled, pooled_then = sums, sums if then is None else then
+        if self._own:
+            pooled = self._pooled[self._last] + pooled
+            pooled_then = self._pooled_then[self._last] + pooled_then
         self._own[chunk], self._last = sums, chunk
-        own_then = sums if then is None else then
-        if before < 0:
-            self._pooled[chunk], self._pooled_then[chunk] = sums, own_then
-        else:
-            self._pooled[chunk] = self._pooled[before] + sums
-            self._pooled_then[chunk] = self._pooled_then[before] + own_then
+        self._pooled[chunk], self._pooled_then[chunk] = pooled, pooled_then
         if self.is_complete and self.total is not None:  # also if sums by chunk are unknown
             self._pooled_then[chunk] = self.total
         return self._pooled[chunk]
@@ -121,10 +116,7 @@ class RowMoments:
         return *mean_and_var(sums, self.center), sums[0]
 
     def add_grad(self, grad: Tensor) -> Tensor:
-        """Add the gradient of a chunk's pooled sums; return the gradient of its own sums.
-
-        Chunks come in reverse order: the pooled sums of later chunks include its own.
-        """
+        """Add the gradient of a chunk's pooled sums; return that of its own: last chunks first."""
         self._grad = grad if self._grad is None else self._grad + grad
         return self._grad
 
@@ -163,18 +155,13 @@ def _moved_center(sums: Tensor, shift: Tensor) -> Tensor:
 class MomentStore:
     """Statistics of all norms of one stage, by call."""
 
-    kind = RowMoments
-
-    def __init__(self, num_chunks: int) -> None:
-        self._num_chunks = num_chunks
+    def __init__(self, num_chunks: int, kind: type[RowMoments] = RowMoments) -> None:
+        self._num_chunks, self._kind = num_chunks, kind
         self.calls: dict[Hashable, RowMoments] = {}
-
-    def __iter__(self) -> Iterator[Hashable]:
-        return iter(self.calls)
 
     def __getitem__(self, key: Hashable) -> RowMoments:
         if key not in self.calls:
-            self.calls[key] = self.kind(self._num_chunks)
+            self.calls[key] = self._kind(self._num_chunks)
         return self.calls[key]
 
     def begin_step(self) -> None:
@@ -205,12 +192,8 @@ class MomentStore:
         one = self.calls[key]
         one.begin_step()
         known = [sums for sums in one.then if sums is not None]
-        is_known = len(known) == self._num_chunks
-        return {
-            "sums": torch.stack(known) if is_known else None,
-            "total": one.total,
-            "center": one.center,
-        }
+        sums = torch.stack(known) if len(known) == self._num_chunks else None
+        return {"sums": sums, "total": one.total, "center": one.center}
 
     def load(self, key: Hashable, sums: Tensor | None, total: Tensor, center: Tensor) -> None:
         """Restore the last step's sums around `center`, `[channels]`.
@@ -224,5 +207,4 @@ class MomentStore:
     def put(self, key: Hashable, sums: Tensor | None, total: Tensor, center: Tensor) -> None:
         """Like `load`, but also move the center to the rows' mean."""
         self.load(key, sums, total, center)
-        one = self.calls[key]
-        one.set(one.then, total)
+        self.calls[key].set(self.calls[key].then, total)

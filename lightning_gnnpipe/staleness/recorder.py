@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -37,12 +37,8 @@ class Staleness:
         return float((self.drift_sq / self.norm_sq) ** 0.5) if self.norm_sq > 0 else 0.0
 
     def add(self, other: Staleness) -> None:
-        self.rows += other.rows
-        self.stale_rows += other.stale_rows
-        self.age_sum += other.age_sum
-        self.drift_sq += other.drift_sq
-        self.norm_sq += other.norm_sq
-        self.stale_pairs += other.stale_pairs
+        for name in (one.name for one in fields(self)):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class StalenessRecorder:
@@ -56,8 +52,7 @@ class StalenessRecorder:
     def by_key(self) -> dict[Hashable, Staleness]:
         """The statistics of each history; waits for the device."""
         for key, squares in self._squares.items():
-            one = self._by_key[key]
-            one.drift_sq, one.norm_sq = squares.tolist()
+            self._by_key[key].drift_sq, self._by_key[key].norm_sq = squares.tolist()
         return self._by_key
 
     def record_reads(self, key: Hashable, chunk: Chunk, ages: Sequence[int]) -> None:

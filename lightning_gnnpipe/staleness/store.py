@@ -24,13 +24,10 @@ NEVER = -1
 
 @dataclass(slots=True)
 class _History:
-    """Rows, `[num_rows, *]`, with their gradients, and a snapshot of them (`kept`).
-
-    `written` has, for each chunk, the step that wrote its rows.
-    """
+    """Rows, `[num_rows, *]`, with their gradients, and a snapshot of them (`kept`)."""
 
     rows: Tensor
-    written: list[int]
+    written: list[int]  # for each chunk the step that wrote its rows
     grads: GradientBuffer
     kept: Tensor | None = None
     kept_written: list[int] = field(default_factory=list)
@@ -77,6 +74,8 @@ class HistoryStore:
         cut_frac: Share of edges between chunks.
     """
 
+    shards: Any = None  # exchange with other shards is in `SharedStore`
+
     def __init__(
         self,
         num_rows: int,
@@ -85,9 +84,10 @@ class HistoryStore:
         ends: Sequence[int] | None = None,
         cut_frac: float = 0.0,
     ) -> None:
-        self.options, self._linear_dtype = options, options.linear_dtype
+        self.options = options
+        # Whether histories are on the device of the layers and can be read in place.
+        self.is_local = options.device is None
         self.linear_scale = options.method.scale_of_sums(cut_frac)  # on gradients between chunks
-        self.shards = None  # exchange with other shards is in `SharedStore`
         self.num_rows = num_rows
         self.num_chunks = num_chunks
         self._ends = ends
@@ -99,11 +99,6 @@ class HistoryStore:
         self._entries: dict[Hashable, _History] = {}
         self._pushed: set[Hashable] = set()  # since the last forward phase of training
         self._halos: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the halo, which is kept alive
-
-    @property
-    def is_local(self) -> bool:
-        """Whether histories are on the device of the layers and can be read in place."""
-        return self.options.device is None
 
     @property
     def by_chunk(self) -> HistoryStore:
@@ -161,13 +156,9 @@ class HistoryStore:
 
     def save(self, key: Hashable) -> dict[str, Any]:
         """Return the arguments of `load`, between two steps; tensors are not copied."""
-        entry = self._entries[key]
-        return {
-            "rows": self.rows(key),
-            "kept": entry.kept,
-            "step": min(entry.written),
-            "kept_step": min(entry.kept_written, default=NEVER),
-        }
+        rows, entry = self.rows(key), self._entries[key]
+        steps = {"step": min(entry.written), "kept_step": min(entry.kept_written, default=NEVER)}
+        return {"rows": rows, "kept": entry.kept, **steps}
 
     def load(
         self, key: Hashable, rows: Tensor, kept: Tensor | None, step: int, kept_step: int
@@ -184,13 +175,10 @@ class HistoryStore:
             entry.kept_written = [kept_step] * self.num_chunks
 
     def push(self, key: Hashable, chunk: Chunk, rows: Tensor, *, keeps_old: bool = False) -> None:
-        """Write the chunk's rows, `[num_nodes_of_chunk, *]`.
-
-        `keeps_old` keeps the overwritten rows for `pull_again`.
-        """
+        """Write the chunk's rows, `[num_nodes, *]`; `keeps_old` keeps the old for `pull_again`."""
         entry = self._entry(key, rows)
-        self._pushed.add(key)
         chunks = range(self.num_chunks) if chunk.is_whole else (chunk.index,)
+        self._pushed.add(key)
         written, target = entry.written, entry.rows[chunk.start : chunk.end]
         if entry.arriving:
             entry.settle(chunks)
@@ -218,7 +206,6 @@ class HistoryStore:
     ) -> None:
         """Write rows of other shards, `[num_positions, *]`, after `push` of their chunk."""
         entry = self._entries[key]
-        positions = positions.to(entry.rows.device)
         if keeps_old and entry.old is not None:
             entry.old[positions] = entry.rows[positions]
         entry.rows[positions] = rows.to(entry.rows)
@@ -236,15 +223,12 @@ class HistoryStore:
         return entry.rows
 
     def drift(self, key: Hashable, chunk: Chunk) -> tuple[tuple[int, ...], Tensor] | None:
-        """Return the stale chunks among `halo_chunks`, and the drift to add to their rows, `[*]`.
-
-        None if no chunk is stale, or without drift correction.
-        """
+        """Return the stale ones of `halo_chunks`, if any, and the drift to add to their rows."""
         entry = self._entries[key]
         if entry.drift is None or chunk.is_whole:
             return None
         stale = tuple(c for c in chunk.halo_chunks if entry.written[c] < self.step)
-        return (stale, entry.drift.seen_by(chunk.index)) if stale else None
+        return (stale, entry.drift.seen[chunk.index]) if stale else None
 
     def pull(self, key: Hashable, chunk: Chunk, out: Tensor) -> set[int]:
         """Read the halo rows into `out`, `[num_halo, *]`; return which chunks are stale."""
@@ -271,7 +255,7 @@ class HistoryStore:
         drift = self._entries[key].drift
         if drift is None or not stale:
             return
-        moved = drift.seen_by(chunk.index).to(halo)
+        moved = drift.seen[chunk.index].to(halo)
         parts = torch.split(halo, list(chunk.halo_counts))
         for source, part in zip(chunk.halo_chunks, parts, strict=True):
             if source in stale:
@@ -279,8 +263,15 @@ class HistoryStore:
 
     def push_grad(self, key: Hashable, chunk: Chunk, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
-        entry = self._entries[key]
-        entry.grads.add(self._halo(chunk), grad, entry.rows)
+        self._entries[key].grads.add(self._halo(chunk), grad, self._entries[key].rows)
+
+    def pull_grad(self, key: Hashable, chunk: Chunk, *, is_linear: bool) -> Tensor | None:
+        """Return the scaled gradient of the chunk's rows; None if none was added."""
+        own = slice(chunk.start, chunk.end)
+        taken = None if chunk.is_whole else self._entries[key].grads.take(own, is_linear=is_linear)
+        if taken is None or self.is_local:
+            return taken
+        return self._copies.bring(taken, chunk.halo.device)
 
     def ghost_grad(
         self, key: Hashable, chunk: Chunk, positions: Tensor, *, is_linear: bool
@@ -290,20 +281,9 @@ class HistoryStore:
             return None
         return self._entries[key].grads.take(positions, is_linear=is_linear)
 
-    def pull_grad(self, key: Hashable, chunk: Chunk, *, is_linear: bool) -> Tensor | None:
-        """Return the scaled gradient of the chunk's rows; None if none was added."""
-        if chunk.is_whole:
-            return None
-        own = slice(chunk.start, chunk.end)
-        taken = self._entries[key].grads.take(own, is_linear=is_linear)
-        if taken is None or self.is_local:
-            return taken
-        return self._copies.bring(taken, chunk.halo.device)
-
     def keep_output(self, key: Hashable, chunk: Chunk, rows: Tensor) -> None:
         """Keep the chunk's outputs, `[num_nodes_of_chunk, *]`, until their gradient comes."""
-        entry = self._entries[key]
-        entry.grads.keep_output(chunk, rows, self._linear_dtype or rows.dtype, entry.rows)
+        self._entries[key].grads.keep_output(chunk, rows, self._entries[key].rows)
 
     def kept_output(self, key: Hashable, chunk: Chunk) -> Tensor:
         return self._entries[key].grads.kept_output(chunk)
@@ -312,9 +292,7 @@ class HistoryStore:
         self, key: Hashable, chunk: Chunk, grad: Tensor
     ) -> tuple[Tensor, tuple[int, ...] | None]:
         """Write the gradient of the chunk's outputs; see `GradientBuffer.add_output`."""
-        entry = self._entries[key]
-        dtype = self._linear_dtype or grad.dtype
-        return entry.grads.add_output(chunk, grad, dtype, entry.rows)
+        return self._entries[key].grads.add_output(chunk, grad, self._entries[key].rows)
 
     def _halo(self, chunk: Chunk) -> Tensor:
         """Return the chunk's halo positions on the histories' device."""
@@ -334,8 +312,7 @@ class HistoryStore:
             entry.rows = self._copies.table(shape, wider, device).copy_(entry.rows)
         if entry is None:
             table = self._copies.table(shape, dtype, device)
-            scales = self.linear_scale, self.options.method.message_scale
-            grads = GradientBuffer(*scales, self._copies)
+            grads = GradientBuffer(self.linear_scale, self.options, self._copies)
             entry = self._entries[key] = _History(table, [NEVER] * self.num_chunks, grads)
             if self._ends is not None and rows.is_floating_point():
                 entry.drift = MeanDrift(self._ends)

@@ -1,14 +1,6 @@
-"""Sums of gradients over ranks, in buckets, each sent as soon as it is full.
+"""Sums of gradients over ranks, in buckets as in PyTorch's DDP (Li et al., arXiv 2006.15704).
 
-    parameters, in the order that backward reaches them:   [p9 p8 p7] [p6 p5] [p4 p3 p2 p1 p0]
-                                                            sum ->     sum ->   ...
-
-All ranks send the buckets in the same order, so a full bucket waits for earlier ones. Gradients of
-one stage are summed over its shards, or averaged over replicas. Gradients of tied weights are
-summed over their stages at the end. An average covers all gradients accumulated since the last
-update, so one before each optimizer step is enough.
-
-Source: gradient bucketing in PyTorch's DistributedDataParallel (Li et al., arXiv 2006.15704).
+All ranks send the buckets in the same order, that of backward, each as soon as it is full.
 """
 
 from __future__ import annotations
@@ -46,38 +38,32 @@ class BucketSums:
         self._scale, self._earlier = scale, earlier or {}
         self._parameters = parameters
         self._waiting = list(_buckets(reversed(list(parameters.items()))))
-        self._ready: set[str] = set()
+        self._ready: set[Tensor] = set()
         self._running: list[tuple[Callable[[], None], Tensor, Named]] = []
 
     def watch(self, late: Collection[str]) -> list[Callable[[], None]]:
-        """Start sums as soon as gradients are ready; return functions to remove the hooks.
+        """Start sums when gradients are ready, but of `late` ones; return functions to stop it."""
 
-        `late`: names of parameters that get a part of their gradient after backward.
-        """
-
-        def note(name: str) -> Callable[[Tensor], None]:
-            def run(parameter: Tensor) -> None:
-                self._ready.add(name)
-                self._start_full()
-
-            return run
+        def note(parameter: Tensor) -> None:
+            self._ready.add(parameter)
+            self._start_full()
 
         return [
-            parameter.register_post_accumulate_grad_hook(note(name)).remove  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(note).remove  # type: ignore[no-untyped-call]
             for name, parameter in self._parameters.items()
             if name not in late
         ]
 
     def finish(self) -> None:
         """Start the remaining sums, wait for all, and write them to the gradients."""
-        self._ready.update(self._parameters)
+        self._ready.update(self._parameters.values())
         self._start_full()
         for wait, total, bucket in self._running:
             wait()
             put_back(total, bucket, self._earlier)
 
     def _start_full(self) -> None:
-        while self._waiting and all(name in self._ready for name, _ in self._waiting[0]):
+        while self._waiting and all(p in self._ready for _, p in self._waiting[0]):
             bucket = self._waiting.pop(0)
             total = flatten(bucket, self._scale)
             wait = self._transport.start_sum(total, self._kind, self._over, num_flags=len(bucket))
@@ -124,11 +110,10 @@ def _buckets(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[Named]:
 
 
 class GradientSums:
-    """The gradient sums of one backward pass.
+    """The gradient sums of one backward pass: over shards or replicas, then over `users`, stages.
 
     Sums over stages and shards exclude accumulated gradients, which are added at the end. Averages
-    over replicas include them. `users`: stages of each tensor. Each shard has all of the gradient
-    of its rows of the tables `cut`.
+    over replicas include them. Each shard has all of the gradient of its rows of the tables `cut`.
     """
 
     def __init__(
@@ -161,51 +146,41 @@ class GradientSums:
         self._own: BucketSums | None = None
         if self._averages:
             assert mesh.num_shards == 1
-            over = mesh.replicas
-            self._own = BucketSums(own, transport, "data_grad", over, scale=self._scale)
+            self._own = BucketSums(own, transport, "data_grad", mesh.replicas, scale=self._scale)
         elif mesh.num_shards > 1:
             earlier = {name: p.grad for name, p in own.items()}
             for parameter in own.values():
                 parameter.grad = None
-            over = mesh.shards
-            self._own = BucketSums(own, transport, "weight_grad", over, earlier=earlier)
+            self._own = BucketSums(own, transport, "weight_grad", mesh.shards, earlier=earlier)
 
     def watch(self, late: Collection[str]) -> list[Callable[[], None]]:
-        """See `BucketSums.watch`."""
         return [] if self._own is None else self._own.watch(late)
 
     def finish(self) -> None:
-        """Wait for all sums, and add accumulated gradients."""
         if self._own is not None:
             self._own.finish()
         for number, (stages, names) in enumerate(self._groups):
             if self._transport.mesh.stage in stages:
-                self._sum_tied(number, stages, [(name, self._tied[name]) for name in names])
-
-    def _sum_tied(
-        self, number: int, stages: Sequence[int], tied: Sequence[tuple[str, nn.Parameter]]
-    ) -> None:
-        """Sum the gradients of parameters that the same stages use."""
-        total = sum_along_pipe(
-            self._transport,
-            flatten(tied, self._scale),
-            stages,
-            "tied_grad",
-            number,
-            num_flags=len(tied),
-            over_replicas=self._averages,
-        )
-        put_back(total, tied, self._earlier)
+                tied = [(name, self._tied[name]) for name in names]
+                total = sum_along_pipe(
+                    self._transport,
+                    flatten(tied, self._scale),
+                    stages,
+                    "tied_grad",
+                    number,
+                    num_flags=len(tied),
+                    over_replicas=self._averages,
+                )
+                put_back(total, tied, self._earlier)
 
 
 def average_replicated(
     transport: Transport, module: nn.Module, of_stages: Collection[int], root: nn.Module
 ) -> None:
-    """Average the gradients of parameters outside all stages over replicas; collective.
+    """Average gradients of `root` over replicas, but `of_stages` (ids of parameters); collective.
 
     Every stage has the same gradients. One sum over all ranks gives all of them the same bits.
-    `root` holds all parameters, the stages those with an id in `of_stages`. Parameters of `module`
-    that no stage has are sent only if a rank has a gradient of one.
+    Parameters of `module` that no stage has are sent only if a rank has a gradient of one.
     """
     inside = {id(p) for p in module.parameters()}
     trained = [p for p in root.parameters() if p.requires_grad and id(p) not in of_stages]

@@ -1,7 +1,6 @@
 """The user's module as a pipeline: traced once per mode, cut into layers, assigned to stages.
 
-The first call decides the cut, since it shows the arguments. Until then every rank holds all
-parameters, so checkpoints load and optimizers are built as on one device; then its stage's alone.
+Until the first call, which shows the arguments, every rank holds all parameters, as one device.
 """
 
 from __future__ import annotations
@@ -28,18 +27,21 @@ from lightning_gnnpipe.stages import (
     Layers,
     Reads,
     Stage,
+    check_counts,
+    check_num_stages,
     choose_held,
     choose_repeated,
     cut_module,
     find_users,
     names_of_head,
     names_read_whole,
+    solve_balance,
     split_layers,
     switched,
 )
 from lightning_gnnpipe.steps.gradient_sums import GradientSums
 from lightning_gnnpipe.steps.modes import Key, Mode, check_norms, reads_key, trace_key
-from lightning_gnnpipe.steps.partitioner import EngineOptions, Measure, count_layers
+from lightning_gnnpipe.steps.partitioner import EngineOptions, Measure
 from lightning_gnnpipe.steps.tables import Tables
 from lightning_gnnpipe.steps.weight_reads import WeightReads
 from lightning_gnnpipe.steps.weights import StageWeights, check_leaves, check_same, check_shared
@@ -74,45 +76,32 @@ class PipelinedModel:
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
         self.on_split: OnSplit | None = None  # called with stages, users of parameters, costs
         self.costs: StepCosts | None = None  # once measured
-        self._counts: tuple[int, ...] | None = None
+        self.stage_layers: tuple[int, ...] = ()  # number of layers of each stage, once assigned
         self.preferred: tuple[int, ...] = ()  # layers per stage, if they fit, not measured ones
         self._users: dict[str, set[int]] = {}
         self._of_head: set[str] = set()  # weights that only the head uses, on every rank
         self.shared_outside: dict[int, str] = {}  # see `check_shared`
         self.tables = Tables(module, transport.mesh, self._fallbacks)
-        self._weights, self._copies = (
-            StageWeights(module, transport, self.tables),
-            list[StageWeights](),
-        )
+        self._weights = [StageWeights(module, transport, self.tables)]  # then of copies
         self.matrices = Matrices()  # sparse matrices among the arguments
-        self._held = HeldTensors(module, self._try, self._weights.shape_of, self.matrices)
-        self.reads = WeightReads(
-            transport, lambda: (self._weights, *self._copies), lambda: self._users, self.tables
-        )
+        self._held = HeldTensors(module, self._try, self._weights[0].shape_of, self.matrices)
+        self.reads = WeightReads(transport, self._weights, lambda: self._users, self.tables)
         self.is_accumulating = False  # if so, replicas do not average gradients
 
     @property
     def is_split(self) -> bool:
         """Whether the layers have been assigned."""
-        return self._counts is not None
+        return bool(self.stage_layers)
 
     @property
     def has_all_weights(self) -> bool:
         """Whether this rank holds all weights of the module."""
         return not (self.is_split and (self.tables.names or self._transport.mesh.num_stages > 1))
 
-    @property
-    def stage_layers(self) -> tuple[int, ...]:
-        """Number of layers of each stage; empty before the assignment."""
-        return self._counts or ()
-
     def tensor_ids(self) -> tuple[set[int], set[int]]:
-        """Return ids of the parameters and buffers that this stage owns, and that other stages own.
-
-        The first stage that uses a tensor owns it.
-        """
+        """Return ids of tensors that this stage owns, as the first that uses them, and the rest."""
         own, foreign = set[int](), set[int]()
-        for name, tensor in self._weights.named(self._users).items():
+        for name, tensor in self._weights[0].named(self._users).items():
             is_own = min(self._users[name]) == self._transport.mesh.stage
             (own if is_own else foreign).add(id(tensor))
         return own, foreign
@@ -138,7 +127,7 @@ class PipelinedModel:
         tables, modes, names = self.tables, self._modes.values(), frozenset[str]()
         if trains and tables.candidates and not tables.names and plan.shard is not None:
             names = tables.choose(call, inputs, modes, self._users, self.reads.optimizers)
-            self.reads.watch(is_full=self.reads.are_full)
+            self.reads.watch(is_full=self.reads.is_full)
         if not names and (not tables.names or tables.serve(plan, mode)):
             return call
         with self.whole():
@@ -160,7 +149,7 @@ class PipelinedModel:
             if key is None and self.is_split:
                 self._note_change()
             if key is None or not self._modes[key].stages:
-                self._weights.check_kept()
+                self._weights[0].check_kept()
                 with self.whole():
                     key = self._trace_all(call, inputs, also_train=also_train)
                     self._assign_layers(inputs, measure, trains=also_train)
@@ -168,10 +157,7 @@ class PipelinedModel:
         return mode
 
     def state_of(self, call: Call, inputs: Inputs) -> Hashable:
-        """Cache key: changes whenever the output for these arguments could change.
-
-        Misses writes through `Tensor.data`, which torch does not count.
-        """
+        """Cache key of the output for these arguments; misses writes through `Tensor.data`."""
         tensors = (*self.module.parameters(), *self.module.buffers())
         versions = tuple((id(tensor), version_of(tensor)) for tensor in tensors)
         with own_methods(self.module):
@@ -190,14 +176,14 @@ class PipelinedModel:
     def _trace_all(self, call: Call, inputs: Inputs, *, also_train: bool) -> Key:
         known, call = set(self._modes), replace(call.with_weights(self.module), tables=None)
         key = self._trace(call, inputs)
-        if also_train and self._counts is None:
+        if also_train and not self.is_split:
             for training in (True, False):
                 with switched(self.module, training):
                     self._trace(call, inputs)
-        new = [one for one in self._modes if one not in known]
-        options = self._options_number() if new else 0
-        for one in new:
-            self._modes[one] = replace(self._modes[one], options=options)
+        if new := self._modes.keys() - known:
+            options = self._options_number()
+            for one in new:
+                self._modes[one] = replace(self._modes[one], options=options)
         lengths = {len(mode.layers.segments) for mode in self._modes.values()}
         if len(lengths) > 1:
             raise UnsupportedError(
@@ -218,13 +204,10 @@ class PipelinedModel:
         return self._transport.broadcast_object(own)  # some options differ between processes
 
     def add_copy(self, module: nn.Module) -> StageWeights:
-        """Empty and fill `module`, a copy of the pipelined one, along with it; return its weights.
-
-        All ranks must add the same copies, in the same order, before the first call.
-        """
+        """Empty and fill a copy of the module along with it; on all ranks in the same order."""
         assert not self.is_split
-        self._copies.append(StageWeights(module, self._transport, self.tables))
-        return self._copies[-1]
+        self._weights.append(StageWeights(module, self._transport, self.tables))
+        return self._weights[-1]
 
     def complete(
         self,
@@ -234,9 +217,18 @@ class PipelinedModel:
         weights: StageWeights | None = None,
         names: Collection[str] | None = None,
     ) -> None:
-        """Add weights of all stages, or those with `names`; see `StageWeights.complete`."""
+        """Put the full tensors of all stages, or those with `names`, into `state`; collective.
+
+        `state` is of `root`, which holds the module, with `prefix` before each name.
+        """
+        weights = weights or self._weights[0]
         users = {n: one for n, one in self._users.items() if names is None or n in names}
-        (weights or self._weights).complete(state, root, prefix, users)
+        named, full = weights.named(users), weights.assemble(users)
+        by_id = {id(named[name]): tensor for name, tensor in full.items()}
+        for tensors in (root.named_parameters, root.named_buffers):
+            for name, tensor in tensors(remove_duplicate=False):
+                if prefix + name in state and id(tensor) in by_id:
+                    state[prefix + name] = by_id[id(tensor)]
 
     def restore(self) -> None:
         """Give every rank all parameters again, and undo the split; collective."""
@@ -246,12 +238,12 @@ class PipelinedModel:
 
     def forget(self) -> bool:
         """Undo the split without communication; return whether this rank lacks weights."""
-        is_partial = bool(self._weights.placeholders())
+        is_partial = self._weights[0].is_partial
         self.reads.release()
         self._modes.clear()
-        self._counts, self._users, self._of_head = None, {}, set()
+        self.stage_layers, self._users, self._of_head = (), {}, set()
         self.tables.clear()
-        for weights in (self._weights, *self._copies):
+        for weights in self._weights:
             weights.forget()
         return is_partial
 
@@ -261,17 +253,16 @@ class PipelinedModel:
         with self.reads.inside():
             self._fill()
             has_stages = self._transport.mesh.num_stages > 1  # autograd may have saved weights
-            keeps = self.reads.are_full or (has_stages and torch.is_grad_enabled())
+            keeps = self.reads.is_full or (has_stages and torch.is_grad_enabled())
             try:
                 yield
             finally:
                 keeps = keeps and (has_stages or bool(self.tables.names))
-                for weights in () if keeps else (self._weights, *self._copies):
+                for weights in () if keeps else self._weights:
                     weights.empty(self._users)
                 self.reads.watch(is_full=keeps)
 
     def begin_backward(self) -> GradientSums:
-        """Return the gradient sums of one backward pass."""
         averages = not self.is_accumulating
         has_replicas = self._transport.world.num_replicas > 1
         users = self._users if has_replicas else self._users_in_stages
@@ -298,9 +289,8 @@ class PipelinedModel:
             )
 
     def _trace(self, call: Call, inputs: Inputs) -> Key:
-        """Trace the module in its present mode, unless cached; return the mode's key."""
-        found = self._find(call, inputs)
-        if found is not None:
+        """Trace the module in its present mode, unless cached."""
+        if (found := self._find(call, inputs)) is not None:
             return found
         check_leaves(self.module)
         self.intercepted, records = find_layers(self.module), torch.is_grad_enabled()
@@ -330,10 +320,10 @@ class PipelinedModel:
         return key
 
     def _assign_layers(self, inputs: Inputs, measure: Measure, *, trains: bool) -> None:
-        is_first_time = self._counts is None
-        if self._counts is None:
-            self._counts = self._count_layers(inputs, measure)
-        counts, users = self._counts, dict(self._users)
+        is_first_time = not self.is_split
+        if is_first_time:
+            self.stage_layers = self._count_layers(inputs, measure)
+        counts, users = self.stage_layers, dict(self._users)
         in_stages = set(self._users_in_stages)
         modes = sorted(self._modes.items(), key=lambda item: not item[1].is_training)
         for key, mode in modes:
@@ -383,18 +373,25 @@ class PipelinedModel:
             )
 
     def _count_layers(self, inputs: Inputs, measure: Measure) -> tuple[int, ...]:
-        layers = next(iter(self._modes.values())).layers
-
-        def measured(num_stages: int) -> tuple[int, ...]:
-            def assign_layers() -> tuple[int, ...]:
-                self.costs = self.costs or measure(layers)
-                return self.costs.assign_layers(layers, num_stages, self._repeated(layers, inputs))
-
-            return self._transport.everyone.run_on_first(assign_layers)  # equal in all replicas
-
+        layers, options = next(iter(self._modes.values())).layers, self._options
         num_layers, num_ranks = len(layers.segments), self._transport.mesh.num_stages
-        return count_layers(num_layers, self._options, num_ranks, self.preferred, measured)
+        num_virtual = options.num_virtual if num_ranks > 1 else 1
+        num_stages = num_ranks * num_virtual
+        check_num_stages(num_layers, num_ranks, num_virtual)
+        if not isinstance(options.balance, str):
+            return check_counts(options.balance, num_layers, num_stages)
+
+        def by_costs() -> tuple[int, ...]:
+            self.costs = self.costs or measure(layers)
+            return self.costs.assign_layers(layers, num_stages, self._repeated(layers, inputs))
+
+        if options.balance == "measured":
+            if (len(self.preferred), sum(self.preferred)) == (num_stages, num_layers):
+                return self.preferred
+            if 1 < num_stages < num_layers:
+                return self._transport.everyone.run_on_first(by_costs)  # equal in all replicas
+        return solve_balance([1.0] * num_layers, num_stages)
 
     def _fill(self) -> None:
-        for weights in (self._weights, *self._copies) if self._users else ():
+        for weights in self._weights if self._users else ():
             weights.fill(self._users)

@@ -22,23 +22,15 @@ Key = tuple[Hashable, tuple[Hashable, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """One trace of the module, cut into layers and assigned to stages.
-
-    Attributes:
-        stages: Empty until the layers are assigned.
-        reads: Modes with equal `reads` share histories.
-        options: Fingerprint of plain module attributes that forward reads, and of weight shapes.
-        frozen: Per weight: whether it needs no gradient.
-        read_whole: Names of weights that a chunk reads otherwise than by its rows.
-    """
+    """One trace of the module, cut into layers and assigned to stages."""
 
     layers: Layers
-    stages: tuple[Stage, ...]
-    reads: Hashable
+    stages: tuple[Stage, ...]  # empty until the layers are assigned
+    reads: Hashable  # modes with equal `reads` share histories
     is_training: bool
-    options: int
-    frozen: tuple[bool, ...]
-    read_whole: frozenset[str] = frozenset()
+    options: int  # fingerprint of plain attributes that forward reads, and of weight shapes
+    frozen: tuple[bool, ...]  # weights that need no gradient
+    read_whole: frozenset[str] = frozenset()  # weights that a chunk reads not only by its rows
     unreached: dict[frozenset[str], frozenset[str]] = field(default_factory=dict)
 
     def without_gradient(self, module: nn.Module, outputs: Iterable[str]) -> frozenset[str]:
@@ -67,10 +59,7 @@ class Mode:
 
 
 def trace_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.device) -> Hashable:
-    """Cache key of a trace: modes, frozen weights, dtypes, row shapes.
-
-    Attributes that the forward reads are in `Layers.outside`.
-    """
+    """Cache key of a trace; attributes that the forward reads are in `Layers.outside`."""
     flags = tuple([m.training for m in module.modules()])
     weights = tuple([(p.requires_grad, p.is_leaf, p.dtype) for p in module.parameters()])
     leaves = tuple(

@@ -1,13 +1,12 @@
 """Optimizer states: each rank holds its stage's, user code reads the states of all stages.
 
-While user code runs, `WatchedStates` replaces `optimizer.state`. The first read fetches the states
-of other ranks, which stay until the next training or optimizer step.
+The first read fetches the states of other ranks, until the next training or optimizer step.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, MutableMapping
+from collections.abc import Callable, Collection, MutableMapping
 from typing import Any
 
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -54,9 +53,9 @@ class OptimizerStates:
         self._is_full = self._is_full and not foreign and not tables
 
     def gather(self, *, keeps: bool, on_cpu: bool = False) -> None:
-        """Exchange the states of all stages; collective. Call `forget` first, on all ranks.
+        """Exchange the states of all stages, after `forget`; collective.
 
-        With `keeps` received states stay here, on the CPU or their parameter's device.
+        With `keeps` received states stay, on the CPU (`on_cpu`) or their parameter's device.
         """
         states = self._find()
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -87,6 +86,15 @@ class OptimizerStates:
             self._ask()
 
 
+def _forwarded(name: str) -> Any:
+    """Return method `name` of a dict of optimizer states, for `WatchedStates`."""
+
+    def method(self: WatchedStates, *args: Any) -> Any:
+        return getattr(self.all(), name)(*args)
+
+    return method
+
+
 class WatchedStates(MutableMapping[Any, Any]):
     """A dict of optimizer states; `complete` adds states of other stages before each use."""
 
@@ -98,26 +106,18 @@ class WatchedStates(MutableMapping[Any, Any]):
         self._complete()
         return self.states
 
-    def __getitem__(self, key: Any) -> Any:
-        return self.all()[key]  # `all` adds missing states
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.all()[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self.all()[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.all())
-
-    def __len__(self) -> int:
-        return len(self.all())
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self.all()
-
-    def __repr__(self) -> str:
-        return repr(self.all())
+    __getitem__ = _forwarded("__getitem__")
+    __setitem__ = _forwarded("__setitem__")
+    __delitem__ = _forwarded("__delitem__")
+    __contains__ = _forwarded("__contains__")
+    __iter__ = _forwarded("__iter__")
+    __len__ = _forwarded("__len__")
+    __repr__ = _forwarded("__repr__")
+    __reduce_ex__ = _forwarded("__reduce_ex__")
+    get = _forwarded("get")
+    pop = _forwarded("pop")
+    setdefault = _forwarded("setdefault")
+    copy = __copy__ = _forwarded("copy")
 
     def __or__(self, other: Any) -> States:
         return self.all() | other
@@ -126,28 +126,11 @@ class WatchedStates(MutableMapping[Any, Any]):
         return other | self.all()
 
     def __ior__(self, other: Any) -> WatchedStates:
-        self.all().update(other)
+        self.update(other)
         return self
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return self.all().get(key, default)
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        return self.all().pop(key, *default)
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        return self.all().setdefault(key, default)
-
-    def copy(self) -> States:
-        return self.all().copy()
-
-    __copy__ = copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> States:
         return copy.deepcopy(self.all(), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.all().__reduce_ex__(protocol)
 
 
 def merge_optimizer_states(transport: Transport, state: State) -> State:

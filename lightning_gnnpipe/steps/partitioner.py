@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from lightning_gnnpipe.chunks import StepCosts
 from lightning_gnnpipe.codecs import MessageOptions
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.graph import check_num_chunks, edges_within, partition_nodes, split_chunks
-from lightning_gnnpipe.stages import Layers, check_counts, check_num_stages, solve_balance
+from lightning_gnnpipe.stages import Layers
 from lightning_gnnpipe.staleness import HistoryOptions
 from lightning_gnnpipe.types import (
     CHUNKS_PER_STAGE,
@@ -25,26 +25,18 @@ from lightning_gnnpipe.types import (
     ScheduleName,
 )
 
-_EXACT = MessageOptions()
-
 Measure = Callable[[Layers], StepCosts]  # measures the layers of a new module
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkOptions:
-    """How a graph is cut.
-
-    Attributes:
-        partition: A method, or the chunk of each node, `[num_nodes]`.
-        auto_chunks: K for "auto", unless the partition or the number of nodes sets it.
-        cross_edges: Whether training keeps or drops edges between chunks.
-    """
+    """How a graph is cut."""
 
     num_chunks: int | Literal["auto"]
-    partition: Partition
+    partition: Partition  # a method, or the chunk of each node, `[num_nodes]`
     seed: int
-    auto_chunks: int = CHUNKS_PER_STAGE
-    cross_edges: CrossChunkEdges = "keep"
+    auto_chunks: int = CHUNKS_PER_STAGE  # unless the partition or the number of nodes sets K
+    cross_edges: CrossChunkEdges = "keep"  # in training
 
     @property
     def expected(self) -> int:
@@ -56,29 +48,21 @@ class ChunkOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Options of the engine, fixed for a run.
-
-    Attributes:
-        seed: Of chunk orders and of random numbers in layers; equal on all ranks.
-        repeat_encoder: Whether stages recompute cheap values instead of receiving them.
-        num_virtual: Stages of each rank, if there are several ranks.
-        guards_loss: Whether a jump of the training loss makes the next step exact.
-        allows_changes: Whether steps may read histories of other inputs.
-    """
+    """Options of the engine, fixed for a run."""
 
     chunks: ChunkOptions
     histories: HistoryOptions
     chunk_order: OrderName
     balance: Balance
-    seed: int
+    seed: int  # of chunk orders and of random numbers in layers; equal on all ranks
     is_fitting: bool
     self_check: bool = True
-    messages: MessageOptions = _EXACT
-    repeat_encoder: RepeatOption = "auto"
+    messages: MessageOptions = field(default_factory=MessageOptions)
+    repeat_encoder: RepeatOption = "auto"  # recompute cheap values on stages, not receive them
     schedule: ScheduleName = "fill_drain"
-    num_virtual: int = 1
-    guards_loss: bool = True
-    allows_changes: bool = False
+    num_virtual: int = 1  # stages of each rank, if there are several ranks
+    guards_loss: bool = True  # a jump of the training loss makes the next step exact
+    allows_changes: bool = False  # steps may read histories of other inputs
 
 
 class Partitioner:
@@ -123,27 +107,3 @@ class Partitioner:
                 remedy="Leave num_chunks at 'auto' when you give a partition.",
             )
         return options.num_chunks
-
-
-def count_layers(
-    num_layers: int,
-    options: EngineOptions,
-    num_ranks: int,
-    preferred: Sequence[int],
-    measured: Callable[[int], tuple[int, ...]],
-) -> tuple[int, ...]:
-    """Return the number of layers of each stage; `num_ranks`: of the pipeline.
-
-    `preferred` counts are used if they fit. `measured` returns counts by measured costs.
-    """
-    num_virtual = options.num_virtual if num_ranks > 1 else 1
-    num_stages = num_ranks * num_virtual
-    check_num_stages(num_layers, num_ranks, num_virtual)
-    if not isinstance(options.balance, str):
-        return check_counts(options.balance, num_layers, num_stages)
-    if options.balance == "measured":
-        if (len(preferred), sum(preferred)) == (num_stages, num_layers):
-            return tuple(preferred)
-        if 1 < num_stages < num_layers:
-            return measured(num_stages)
-    return solve_balance([1.0] * num_layers, num_stages)

@@ -68,20 +68,14 @@ class SignalBits:
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """Facts of one step, set by the strategy.
+    """Facts of one step, set by the strategy."""
 
-    Attributes:
-        step_index: Index of the training step, from 0; seeds chunk order and dropout.
-        averages_weights: Whether validation may run with averages of weights.
-        is_uneven: Whether replicas may run different numbers of passes, so that none may wait.
-    """
-
-    step_index: int = 0
+    step_index: int = 0  # of training, from 0; seeds chunk order and dropout
     batch: Any = None
     loss_scale: float = 1.0
     is_validating: bool = False
-    averages_weights: bool = False
-    is_uneven: bool = False
+    averages_weights: bool = False  # validation may run with averages of weights
+    is_uneven: bool = False  # replicas may run different numbers of passes, so none may wait
 
 
 def batch_number(batch: Any, contents: ContentNumbers) -> int:
@@ -133,35 +127,24 @@ def agree(
     input_number: int = 0,
     num_bytes: int = 0,
 ) -> Agreed:
-    """Exchange facts of a step, and refuse to go on if ranks of a replica differ; collective.
-
-    Raises:
-        GraphError: If ranks have different batches.
-        UnsupportedError: If ranks run different steps, or their last losses differ.
-    """
+    """Exchange facts of a step; refuse different steps or batches in a replica; collective."""
     loss_bits = struct.unpack("<q", struct.pack("<d", loss))[0]
     number = batch() if transport.world.is_distributed else 0
-    numbers = [number, loss_bits, graph, signals.received]
-    numbers += [int(is_lost), int(has_jumped), input_number, num_bytes]
+    own = (number, loss_bits, graph, signals.received, is_lost, has_jumped, input_number, num_bytes)
     what = f"{'train' if is_training else 'evaluate'} the pipelined module"
-    ranks = reads.meet(what, numbers)
+    ranks = reads.meet(what, list(map(int, own)))
     size = transport.world.replica_size
     for start in range(0, len(ranks), size):
         _compare(ranks[start : start + size])
-    for rank in ranks:
-        signals.agreed |= rank[3]
-    inputs = {rank[6] for rank in ranks}
-    return Agreed(
-        any(rank[4] for rank in ranks),
-        any(rank[5] for rank in ranks),
-        # Tensors computed on each rank may differ in their last bits.
-        inputs.pop() if len(inputs) == 1 else fold(rank[6] for rank in ranks),
-        max(rank[7] for rank in ranks),
-    )
+    _, _, _, received, lost, jumped, inputs, sizes = zip(*ranks, strict=True)
+    for bits in received:
+        signals.agreed |= bits
+    # Tensors computed on each rank may differ in their last bits.
+    shared = inputs[0] if len(set(inputs)) == 1 else fold(inputs)
+    return Agreed(any(lost), any(jumped), shared, max(sizes))
 
 
 def _compare(ranks: Sequence[Sequence[int]]) -> None:
-    """Refuse to go on if the ranks of a replica differ; see `agree`."""
     if len({(rank[0], rank[2]) for rank in ranks}) > 1:
         raise GraphError(
             expected="the same batch on every rank",
@@ -197,7 +180,7 @@ class PassSeeds:
         self._last_step = step
         # A second pass in a step gets a negative number, which no step has.
         seeds = self._make(self._seed, step - (self._num_passes << 40))
-        transport.begin_step(seeds(transport.world.rank, -1))
+        transport.seed = seeds(transport.world.rank, -1)
         return seeds
 
     def of_inference(self) -> SeedOf | None:

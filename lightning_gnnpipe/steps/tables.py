@@ -1,9 +1,6 @@
 """Tables of weights with one row per node, divided over the shards of their stage.
 
-    parameter, gradient, optimizer state    [num_nodes, *]  ->  [num_own_nodes, *] on each shard
-
-A shard keeps and updates the rows of its own nodes, in the order of its plan. Whole tables are put
-together when user code or a checkpoint reads them.
+A shard keeps and updates the rows of its own nodes, of states too, in the order of its plan.
 """
 
 from __future__ import annotations
@@ -43,9 +40,7 @@ _BY_NUMBER = (
 class Tables:
     """The divided tables of a module by name, and the nodes of each shard.
 
-    Attributes:
-        is_cut: Whether ranks have only the rows of their shard now; says nothing without tables.
-        candidates: Names of the parameters that are divided, or still may be.
+    `candidates`: names of the parameters that are divided, or still may be.
     """
 
     def __init__(self, module: nn.Module, mesh: Mesh, fallbacks: Fallbacks) -> None:
@@ -54,7 +49,7 @@ class Tables:
         named = module.named_parameters() if is_sharded else ()
         self.candidates = {name for name, p in named if p.dim() and p.size(0) >= LEAST_ROWS}
         self.names: frozenset[str] = frozenset()
-        self.is_cut = False
+        self.is_cut = False  # ranks have only the rows of their shard; says nothing without tables
         self._nodes: tuple[Tensor, ...] = ()
         self._plan: ChunkPlan | None = None
 
@@ -67,7 +62,6 @@ class Tables:
         return self._nodes[self._mesh.shard]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the divided tables, cut or not."""
         return [self._find(name) for name in sorted(self.names)]
 
     def choose(
@@ -78,10 +72,9 @@ class Tables:
         users: Mapping[str, set[int]],
         optimizers: Sequence[Optimizer],
     ) -> frozenset[str]:
-        """Return the weights to divide: one stage alone reads them, by the rows of a chunk only.
+        """Return the weights to divide: one of `users` (stages) reads them, by rows only.
 
-        `users`: stages of each weight. No table is divided if an optimizer may mix the numbers of
-        a tensor, as a norm does.
+        No table is divided if an optimizer may mix the numbers of a tensor, as a norm does.
         """
         is_by_number = bool(optimizers) and all(type(one) in _BY_NUMBER for one in optimizers)
         if not is_by_number or inputs.num_nodes < LEAST_ROWS:
@@ -141,7 +134,6 @@ class Tables:
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of nodes of the shards."""
         return [nodes.numel() for nodes in self._nodes]
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:

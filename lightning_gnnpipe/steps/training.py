@@ -1,13 +1,6 @@
 """One training pass: forward now, backward when autograd reaches the outputs.
 
-For autograd the pipeline is one function. When backward reaches its outputs, the pipeline's
-backward phase runs and returns the gradients of the batch's tensors. `PassState` tracks the pass:
-
-    forward: begin, end_forward  ->  the user's loss  ->  backward: begin_backward, end_backward
-                                 ->  abandon, if no backward comes, or a phase has failed
-
-A step may run several forwards before one backward. Autograd then runs their backward phases, the
-last forward's first.
+For autograd the pipeline is one function. A step may run several forwards before one backward.
 """
 
 from __future__ import annotations
@@ -21,14 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe._compat_torch import fills_grad_of
-from lightning_gnnpipe.chunks import (
-    PassSpec,
-    RankRecord,
-    Step,
-    TraceEvent,
-    own_random_stream,
-    peak_memory_bytes,
-)
+from lightning_gnnpipe.chunks import PassSpec, Step, TraceEvent, own_random_stream
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.layers import intercept
 from lightning_gnnpipe.passing import CallKey
@@ -58,10 +44,6 @@ class PassRecord:
         events = earlier.events + self.events
         return replace(self, is_exact=is_exact, events=events, staleness=staleness)
 
-    def of_rank(self, device: torch.device) -> RankRecord:
-        """Return this rank's part of the step's statistics."""
-        return RankRecord(self.events, self.bytes_by_kind, peak_memory_bytes(device))
-
 
 class TrainingPass:
     """Forward and backward of one step; an exact pass reads nothing stale and rounds nothing."""
@@ -83,44 +65,29 @@ class TrainingPass:
         self.is_exact = is_exact
 
     def forward(self, controls: Controls, number: int, *, is_first: bool = True) -> list[Tensor]:
-        """Run the forward phase; return the outputs. Row ages count in passes (`number`).
-
-        `is_first`: no other pass of the step awaits its backward.
-        """
+        """Run the forward phase of pass `number`; `is_first`: no other one awaits its backward."""
         self._watch(controls.on_chunk)
         if is_first:
-            self._spec.transport.meter.reset()
-        self._begin(controls, number)
+            self._spec.transport.meter.clear()
+        store = self._store
+        every = None if store is None else store.options.method.snapshot_steps
+        reads_snapshot = every is not None or controls.reads_snapshot
+        if store is not None:
+            store.begin_step(number)
+            store.recorder = StalenessRecorder() if controls.records_staleness else None
+            store.before_forward(is_exact=self.is_exact, reads_snapshot=reads_snapshot)
         with (
             intercept(self._model.intercepted, self._spec.context),
             own_random_stream(self._spec.transport.world.device),
             torch.enable_grad(),
         ):
             outputs = self._step.forward(self._schedule.forward(self._place))
-        if self._store is not None:
-            self._store.after_forward(takes_snapshot=self._takes_snapshot(controls, number))
+        if store is not None:
+            is_due = every is not None and (number + 1) % every == 0
+            if controls.reads_snapshot:  # a callback overrides the method
+                is_due = controls.takes_snapshot
+            store.after_forward(takes_snapshot=reads_snapshot and (self.is_exact or is_due))
         return outputs
-
-    def _begin(self, controls: Controls, number: int) -> None:
-        store = self._store
-        if store is None:
-            return
-        store.begin_step(number)
-        store.recorder = StalenessRecorder() if controls.records_staleness else None
-        reads_snapshot = self._snapshot_steps is not None or controls.reads_snapshot
-        store.before_forward(is_exact=self.is_exact, reads_snapshot=reads_snapshot)
-
-    @property
-    def _snapshot_steps(self) -> int | None:
-        """Steps between snapshots, if the staleness method takes them."""
-        return None if self._store is None else self._store.options.method.snapshot_steps
-
-    def _takes_snapshot(self, controls: Controls, number: int) -> bool:
-        """Whether to keep this step's rows; a callback overrides the method."""
-        if controls.reads_snapshot:
-            return self.is_exact or controls.takes_snapshot
-        num_steps = self._snapshot_steps
-        return num_steps is not None and (self.is_exact or (number + 1) % num_steps == 0)
 
     def backward(self, grads: Sequence[Tensor], slots: Sequence[int]) -> list[Tensor | None]:
         """Run the backward phase; return gradients of the batch's tensors `slots`."""
@@ -175,31 +142,25 @@ class TrainingPass:
         return found
 
     def record(self) -> PassRecord:
-        """Return the record of the finished pass."""
-        recorder = None
-        if self._store is not None:
-            recorder, self._store.recorder = self._store.recorder, None
+        staleness: dict[int, Staleness] = {}
+        if self._store is not None and self._store.recorder is not None:
+            for key, one in self._store.recorder.by_key.items():
+                assert isinstance(key, CallKey)
+                staleness.setdefault(key.segment, Staleness()).add(one)
+            self._store.recorder = None
         return PassRecord(
             self.is_exact,
             self._spec.plan.num_chunks,
-            self._step.recorder.read(),
-            self._spec.transport.meter.read(),
-            {} if recorder is None else _by_segment(recorder),
+            self._step.recorder.events,
+            dict(self._spec.transport.meter),
+            staleness,
             len(self._spec.stages),
         )
 
     def _watch(self, on_chunk: OnChunk | None) -> None:
         if on_chunk is not None:
             total = 2 * self._spec.plan.num_chunks * len(self._spec.stages)
-            self._step.recorder.on_span = lambda num_done: on_chunk(num_done, total)
-
-
-def _by_segment(recorder: StalenessRecorder) -> dict[int, Staleness]:
-    total: dict[int, Staleness] = {}
-    for key, one in recorder.by_key.items():
-        assert isinstance(key, CallKey)
-        total.setdefault(key.segment, Staleness()).add(one)
-    return total
+            self._step.recorder.on_event = lambda num_done: on_chunk(num_done, total)
 
 
 Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
@@ -241,7 +202,6 @@ def join(
 
 
 def _check_backward(ctx: Any) -> None:
-    """Refuse any call but a plain `loss.backward()`."""
     (anchor, _), *_ = ctx.next_functions
     if not torch.is_grad_enabled() and fills_grad_of(anchor):
         return
@@ -258,7 +218,11 @@ def _check_backward(ctx: Any) -> None:
 
 
 class PassState:
-    """Phases of the training passes of a step."""
+    """Phases of the training passes of a step.
+
+    `begin`, `end_forward`, the user's loss, `begin_backward`, `end_backward`; `abandon` if no
+    backward comes, or if a phase has failed.
+    """
 
     def __init__(self) -> None:
         self._is_inside = False  # a phase has begun, and has not ended
@@ -309,12 +273,7 @@ class PassState:
         self._outputs.clear()
 
     def _note_finite(self, tensors: Sequence[Tensor]) -> None:
-        found = _all_finite(tensors)
-        if found is not None:
-            self._is_finite = found if self._is_finite is None else self._is_finite & found
-
-
-def _all_finite(tensors: Sequence[Tensor]) -> Tensor | None:
-    values = (one.coalesce().values() if one.is_sparse else one for one in tensors)
-    found = [one.detach().isfinite().all() for one in values]
-    return torch.stack(found).all() if found else None
+        values = (one.coalesce().values() if one.is_sparse else one for one in tensors)
+        found = [one.detach().isfinite().all() for one in values]
+        found += [] if self._is_finite is None else [self._is_finite]
+        self._is_finite = torch.stack(found).all() if found else None

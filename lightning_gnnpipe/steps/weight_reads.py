@@ -1,15 +1,7 @@
-"""Reads of whole weights, gradients and buffers by user code; other stages send theirs.
+"""Reads of whole weights, gradients and buffers by user code; a class of tensors detects them.
 
-A rank holds the weights of its stage. While user code runs, tensors of the pipelined module have a
-class that detects reads. A rank that reads one waits until all ranks meet, and receives the tensors
-of other stages:
-
-    rank 0   hook:  p.norm() - asks            reads on, hook ends  -  arrives
-    rank 1   hook:  nothing, hook ends  -  arrives, answers         -  arrives
-
-Ranks that read at the same place ask together. Received tensors stay until the next training or
-optimizer step, then they are emptied. Sizes, dtypes and flags are known everywhere and need no
-messages. `OptimizerStates` serves optimizer states in the same way.
+A rank that reads receives the tensors of other stages when all ranks meet, at the latest at the end
+of a hook. They stay until the next training or optimizer step.
 """
 
 from __future__ import annotations
@@ -18,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import count
 from typing import Any, NoReturn
 
@@ -45,35 +38,31 @@ _GRADIENTS_OF = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 
 
 class WeightReads:
-    """Serves reads of the tensors of a pipelined module and of its copies.
-
-    Attributes:
-        is_uneven: Whether replicas may be at different places, so that none may wait for another.
-        is_closed: Whether an error may keep other ranks from answering.
-    """
+    """Serves reads of the tensors of a pipelined module and of its copies."""
 
     def __init__(
         self,
         transport: Transport,
-        weights: Callable[[], Sequence[StageWeights]],
+        weights: Sequence[StageWeights],
         users: Callable[[], Mapping[str, set[int]]],
         tables: Tables,
     ) -> None:
         self._transport, self._weights, self._users = transport, weights, users
         self._tables = tables
+        # Whether replicas may be at different places, so that none may wait for another.
         self.is_uneven: Callable[[], bool] = lambda: False
+        # Whether an error may keep other ranks from answering.
         self.is_closed: Callable[[], bool] = lambda: False
-        self._is_inside = self._is_full = False
-        self._refusal = ""
-        self._watched: list[tuple[Tensor, type, type]] = []
-        self._names: dict[int, tuple[str, StageWeights]] = {}
+        self.is_full = False  # tensors of other stages are here, since user code has read them
+        self._is_inside, self._refusal = False, ""
+        self._seen = _make_classes(self)
+        self._watched: dict[int, tuple[Tensor, type, str, StageWeights]] = {}  # by id
         self._states: list[OptimizerStates] = []
-        self._seen_parameter, self._seen_buffer = _make_classes(self)
 
     def watch(self, *, is_full: bool = False) -> None:
         """Detect reads outside of `inside`; `is_full`: tensors of other stages are here."""
         self._show()
-        self._is_full, self._watched, self._names = is_full, [], {}
+        self.is_full, self._watched = is_full, {}
         names = self._tables.names | self._tables.candidates
         if self._transport.mesh.num_stages > 1:
             names |= self._users().keys()
@@ -81,25 +70,17 @@ class WeightReads:
             return
         for ranks in (self._transport, self._transport.everyone):
             ranks.answers |= dict.fromkeys((_ASKS, _ASKS_STATES), self._share)
-        kinds = {nn.Parameter: self._seen_parameter, Tensor: self._seen_buffer}
-        for weights in self._weights():
+        for weights in self._weights:
             for name, tensor in weights.named(names).items():
-                if type(tensor) in kinds:  # no subclass of a library
-                    self._watched.append((tensor, type(tensor), kinds[type(tensor)]))
-                    self._names[id(tensor)] = name, weights
-
-    @property
-    def are_full(self) -> bool:
-        """Whether tensors of other stages are here, because user code has read them."""
-        return self._is_full
+                if type(tensor) in self._seen:  # no subclass of a library
+                    self._watched[id(tensor)] = tensor, type(tensor), name, weights
 
     def release(self) -> None:
-        """Stop detecting reads."""
         for ranks in (self._transport, self._transport.everyone):
             for asks in (_ASKS, _ASKS_STATES):
                 ranks.answers.pop(asks, None)
         self._show()
-        self._is_full, self._watched, self._names = False, [], {}
+        self.is_full, self._watched = False, {}
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -127,23 +108,22 @@ class WeightReads:
 
     def settle(self) -> None:
         """Empty tensors of other stages, cut tables, and drop their optimizer states."""
-        if self._is_full:
+        if self.is_full:
             with self.inside():
-                for weights in self._weights():
+                for weights in self._weights:
                     weights.empty(self._users())
-                self._is_full = False
+                self.is_full = False
         self.forget_foreign_states()
 
     def forget_foreign_states(self) -> None:
         """Drop optimizer states of other stages, and of rows of other shards."""
         if self._states:
-            foreign = self._weights()[0].foreign(self._users())
+            foreign = self._weights[0].foreign(self._users()).values()
             for states in self._states:
                 states.forget(foreign)
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers whose states are served."""
         return [one.optimizer for one in self._states]
 
     def gather_states(self) -> None:
@@ -179,7 +159,8 @@ class WeightReads:
             values.arguments["closure"] = run
             return values.args, values.kwargs
 
-        states = OptimizerStates(optimizer, self._transport, self._ask_states, self._tables)
+        ask = partial(self._gather, _ASKS_STATES)
+        states = OptimizerStates(optimizer, self._transport, ask, self._tables)
         self._states.append(states)
         served = ExitStack()
         served.callback(self._states.remove, states)
@@ -211,37 +192,27 @@ class WeightReads:
 
     def ask(self, func: Any = None) -> None:
         """Fetch the tensors of other stages; collective: other ranks ask or meet."""
-        if func in _GRADIENTS_OF or self._refusal or self.is_closed():
-            raise self._refuse("weights of pipelined layers", func)
-        self._gather(_ASKS)
-        self._is_full = True
+        self._gather(_ASKS, func)
+        self.is_full = True
         self._show()
         for states in self._states:
             states.watch()
 
-    def _ask_states(self) -> None:
-        if self._refusal or self.is_closed():
-            raise self._refuse("optimizer states of pipelined layers")
-        self._gather(_ASKS_STATES)
-
-    def _gather(self, asks: str) -> None:
+    def _gather(self, asks: str, func: Any = None) -> None:
+        if func in _GRADIENTS_OF or self._refusal or self.is_closed():
+            found, remedy = "a read that other ranks cannot answer", self._refusal
+            if func in _GRADIENTS_OF:
+                found = "a call for the gradients of some weights"
+                remedy = "Call loss.backward(), then read p.grad of each weight."
+            what = f"{'weights' if asks == _ASKS else 'optimizer states'} of pipelined layers"
+            raise UnsupportedError(
+                expected=f"{what} to be read in code that all ranks run",
+                found=found,
+                remedy=remedy or "An error has ended the run: load the last checkpoint.",
+            )
         with self._transport.meter.paused():
             places, _ = self._over.gather(asks)
-            with self.inside():
-                self._share(places, asks)
-
-    def _refuse(self, what: str, func: Any = None) -> UnsupportedError:
-        found, remedy = "a read that other ranks cannot answer", self._refusal
-        if func in _GRADIENTS_OF:
-            found = "a call for the gradients of some weights"
-            remedy = "Call loss.backward(), then read p.grad of each weight."
-        elif not remedy:
-            remedy = "An error has ended the run: load the last checkpoint."
-        return UnsupportedError(
-            expected=f"{what} to be read in code that all ranks run",
-            found=found,
-            remedy=remedy,
-        )
+            self._share(places, asks)
 
     @property
     def _over(self) -> Collectives:
@@ -255,13 +226,13 @@ class WeightReads:
         own = self._transport.members.ranks
         places = places if self.is_uneven() else [places[rank] for rank in own]
         with self.inside(), torch.inference_mode(False), torch.no_grad():
-            for weights in self._weights() if _ASKS in places else ():
+            for weights in self._weights if _ASKS in places else ():
                 tensors = weights.assemble(self._users())
                 grads = weights.assemble_gradients(self._users())
                 if asks == _ASKS or self._tables.candidates:
                     weights.take(tensors, grads)
             # Sums of gradients of tables need the same rows on all ranks.
-            self._is_full |= _ASKS in places and bool(self._tables.candidates)
+            self.is_full |= _ASKS in places and bool(self._tables.candidates)
             if _ASKS_STATES in places:
                 self.forget_foreign_states()
             for states in self._states if _ASKS_STATES in places else ():
@@ -269,21 +240,21 @@ class WeightReads:
 
     def _in_size(self, value: Any) -> Any:
         """Return a meta tensor of the full size for a tensor that is empty here."""
-        if id(value) not in self._names:
+        if id(value) not in self._watched:
             return value
-        name, weights = self._names[id(value)]
+        _, _, name, weights = self._watched[id(value)]
         shape, dtype = weights.shape_of(name, value)
         return value if shape == value.shape else torch.empty(shape, dtype=dtype, device="meta")
 
     def _show(self) -> None:
-        for tensor, kind, _ in self._watched:
+        for tensor, kind, *_ in self._watched.values():
             tensor.__class__ = kind
         for states in self._states:
             states.release()
 
     def _hide(self) -> None:
-        for tensor, _, kind in self._watched:
-            tensor.__class__ = kind
+        for tensor, kind, *_ in self._watched.values():
+            tensor.__class__ = self._seen[kind]
         for states in self._states if self._watched else ():
             states.watch()
 
@@ -297,8 +268,8 @@ def refuse_evaluations(optimizer: Optimizer) -> NoReturn:
     )
 
 
-def _make_classes(reads: WeightReads) -> tuple[type, type]:
-    """Return classes of watched parameters and buffers; `reads` serves their reads."""
+def _make_classes(reads: WeightReads) -> dict[type, type]:
+    """Return the classes of watched parameters and buffers; `reads` serves their reads."""
 
     class Seen:
         @classmethod
@@ -315,4 +286,4 @@ def _make_classes(reads: WeightReads) -> tuple[type, type]:
 
     class SeenBuffer(Seen, Tensor): ...
 
-    return SeenParameter, SeenBuffer
+    return {nn.Parameter: SeenParameter, Tensor: SeenBuffer}

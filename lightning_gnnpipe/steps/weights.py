@@ -1,15 +1,13 @@
 """A rank's weights: parameters of other stages are emptied, and filled again on demand.
 
-An emptied parameter is the same `nn.Parameter` object without data, so names, order and optimizer
-ids equal the user's module on every rank. It keeps its number of dimensions for code that groups
-parameters by `p.ndim`. Every rank keeps all buffers, which are small; the owner's values count.
-Copies of the module, like averages of weights, are emptied and filled along with it.
+An emptied parameter is the same object without data, of as many dimensions, for code that groups
+them by `p.ndim`. Every rank keeps all buffers, which are small; the owner's values count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +21,14 @@ from lightning_gnnpipe.steps.tables import Tables
 Users = Mapping[str, set[int]]  # stages of each tensor, by name
 
 
-def _refuse(expected: str, found: str, remedy: str) -> NoReturn:
-    raise UnsupportedError(expected=expected, found=found, remedy=remedy)
-
-
 def check_same(before: Users, users: Users) -> None:
     """Refuse a batch that makes a stage use new weights: other replicas would not know."""
     changed = sorted(name for name in users if users[name] != before.get(name))
     if changed:
-        _refuse(
-            "every batch to use the same weights in the same stages, with data_parallel",
-            f"a batch that uses '{changed[0]}' in stages {sorted(users[changed[0]])}",
-            "Give all batches the same attributes, or use data_parallel=1.",
+        raise UnsupportedError(
+            expected="every batch to use the same weights in the same stages, with data_parallel",
+            found=f"a batch that uses '{changed[0]}' in stages {sorted(users[changed[0]])}",
+            remedy="Give all batches the same attributes, or use data_parallel=1.",
         )
 
 
@@ -43,10 +37,11 @@ def check_leaves(module: nn.Module) -> None:
     computed = (name for name, parameter in module.named_parameters() if not parameter.is_leaf)
     name = next(computed, None) if torch.is_grad_enabled() else None
     if name is not None:
-        _refuse(
-            "the weights of the pipelined module to be parameters",
-            f"a computed tensor as '{name}', for example from functional_call",
-            "Call the module in torch.no_grad(), or call a copy of it that you make in __init__.",
+        raise UnsupportedError(
+            expected="the weights of the pipelined module to be parameters",
+            found=f"a computed tensor as '{name}', for example from functional_call",
+            remedy="Call the module in torch.no_grad(), or call a copy of it that you make in "
+            "__init__.",
         )
 
 
@@ -54,18 +49,15 @@ def check_shared(shared_outside: Mapping[int, str], module: nn.Module, users: Us
     """Refuse weights of stages that outside modules use; `shared_outside`: names by id."""
     for name, parameter in module.named_parameters():
         if name in users and id(parameter) in shared_outside:
-            _refuse(
-                "no weights of the pipelined module in layers outside of it",
-                f"'{name}', which is also '{shared_outside[id(parameter)]}'",
-                "Put both layers into the pipelined module, or use one stage.",
+            raise UnsupportedError(
+                expected="no weights of the pipelined module in layers outside of it",
+                found=f"'{name}', which is also '{shared_outside[id(parameter)]}'",
+                remedy="Put both layers into the pipelined module, or use one stage.",
             )
 
 
 class StageWeights:
-    """The parameters and buffers of a module; this rank may hold only its stage's.
-
-    Of the `tables` it may hold only the rows of its shard.
-    """
+    """A module's parameters and buffers; this rank may hold its stage's and shard's alone."""
 
     def __init__(self, module: nn.Module, transport: Transport, tables: Tables) -> None:
         self.module = module
@@ -80,25 +72,22 @@ class StageWeights:
             return
         for name, parameter in self.module.named_parameters():
             if self._assigned.get(name, parameter) is not parameter:
-                _refuse(
-                    "no parameter to be replaced during the run",
-                    f"a new tensor as '{name}'",
-                    "Change parameters in place (parameter.copy_(...) in torch.no_grad()), or use "
-                    "one stage. With several stages, layers cannot be replaced, and "
+                raise UnsupportedError(
+                    expected="no parameter to be replaced during the run",
+                    found=f"a new tensor as '{name}'",
+                    remedy="Change parameters in place (parameter.copy_(...) in torch.no_grad()), "
+                    "or use one stage. With several stages, layers cannot be replaced, and "
                     "functional_call cannot give them other weights.",
                 )
 
-    def placeholders(self) -> list[nn.Parameter]:
-        """Return the parameters of which data is on other ranks only."""
-        parameters = dict(self.module.named_parameters())
-        _check_present(self._shapes, parameters)
-        return [parameters[name] for name in self._shapes]
+    @property
+    def is_partial(self) -> bool:
+        """Whether data of some parameters is on other ranks only."""
+        _check_present(self._shapes, self._tensors())
+        return bool(self._shapes)
 
-    def foreign(self, users: Users) -> list[nn.Parameter]:
-        """Return parameters that only other stages use, scalars included."""
-        return list(self._foreign(users).values())
-
-    def _foreign(self, users: Users) -> dict[str, nn.Parameter]:
+    def foreign(self, users: Users) -> dict[str, nn.Parameter]:
+        """Return parameters that only other stages use, scalars included, by name."""
         here = self._transport.mesh.stage
         named = self.module.named_parameters()
         return {name: p for name, p in named if here not in users.get(name, {here})}
@@ -110,7 +99,7 @@ class StageWeights:
     def empty(self, users: Users) -> None:
         """Empty the parameters of other stages, and cut tables to the rows of this shard."""
         self._shapes = {}
-        for name, parameter in self._foreign(users).items():
+        for name, parameter in self.foreign(users).items():
             parameter.grad = None
             if parameter.dim():  # scalars cannot be emptied
                 self._shapes[name] = parameter.shape
@@ -168,10 +157,7 @@ class StageWeights:
     def _share(
         self, users: Users, own: Mapping[str, Tensor], like: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Return the full tensors of the first stages of `users`, which have them in `own`.
-
-        Collective. The tensors have the shapes and dtypes of the parameters and buffers `like`.
-        """
+        """Return full tensors, each of its first stage, where it is in `own`; collective."""
         rank_of, here = self._transport.mesh.rank_of, self._transport.mesh.shard
         owners, local, shapes, tables = {}, {}, {}, dict[str, list[str]]()
         for name, stages in users.items():
@@ -199,19 +185,15 @@ class StageWeights:
         stage = self._transport.mesh.stage
         grads = self.assemble_gradients(tables) if tables else {}
         grads = {name: grad for name, grad in grads.items() if min(users[name]) == stage}
-        differs = {name: users[name] for name in users if self._differs(name, users)}
+        named, everywhere = self._tensors(), set(range(self._transport.mesh.num_stages))
+        differs = {  # tensors of which ranks may have different data
+            name: stages
+            for name, stages in users.items()
+            if name in tables or stages != everywhere or not _can_be_empty(named.get(name))
+        }
         self.take(self.assemble(differs), grads)
 
-    def _differs(self, name: str, users: Users) -> bool:
-        """Whether ranks may have different data of a tensor; equal on all ranks."""
-        everywhere = users[name] == set(range(self._transport.mesh.num_stages))
-        tensor = self._tensors().get(name)
-        is_plain = isinstance(tensor, nn.Parameter) and tensor.dim() > 0
-        return name in self._tables or not everywhere or not is_plain
-
-    def take(
-        self, tensors: Mapping[str, Tensor], grads: Mapping[str, Tensor | None] | None = None
-    ) -> None:
+    def take(self, tensors: Mapping[str, Tensor], grads: Mapping[str, Tensor | None]) -> None:
         """Write assembled tensors, and gradients of other stages' parameters."""
         parameters = dict(self.module.named_parameters())
         for name in self._shapes:
@@ -221,36 +203,18 @@ class StageWeights:
             else:
                 parameter.data = data
         with torch.no_grad():
-            for name, buffer in self.module.named_buffers():
-                if name in tensors:
-                    _renew(buffer, tensors[name])
-            for name, parameter in parameters.items():
-                if name in tensors and parameter.dim() == 0:  # never emptied
-                    _renew(parameter, tensors[name])
-        for name, grad in (grads or {}).items():
+            for name, tensor in self.named(tensors).items():
+                if not _can_be_empty(tensor) and not torch.equal(tensor, tensors[name]):
+                    tensor.copy_(tensors[name])  # only then: autograd may have saved it
+        for name, grad in grads.items():
             parameters[name].grad = grad
         self._tables.is_cut = False
         self.forget()
-
-    def complete(
-        self, state: dict[str, Tensor], root: nn.Module, prefix: str, users: Users
-    ) -> None:
-        """Put the full tensors of all stages into this rank's state dict; collective.
-
-        `state` is of `root`, which holds the module, with `prefix` before each name.
-        """
-        named = self._tensors()
-        by_id = {id(named[name]): tensor for name, tensor in self.assemble(users).items()}
-        for tensors in (root.named_parameters, root.named_buffers):
-            for name, tensor in tensors(remove_duplicate=False):
-                if prefix + name in state and id(tensor) in by_id:
-                    state[prefix + name] = by_id[id(tensor)]
 
     def _tensors(self) -> dict[str, Tensor]:
         return dict(self.module.named_parameters()) | dict(self.module.named_buffers())
 
     def forget(self) -> None:
-        """Forget which parameters were emptied."""
         self._shapes, self._assigned = {}, {}
         while self._hooks:
             self._hooks.pop().remove()
@@ -272,14 +236,12 @@ def _check_present(names: Iterable[str], found: Mapping[str, Tensor]) -> None:
     """Refuse to continue if a callback has replaced or removed a tensor."""
     missing = next((name for name in names if name not in found), None)
     if missing is not None:
-        _refuse(
-            "no parameter or buffer to be removed during the run",
-            f"no '{missing}'",
-            "Callbacks that replace them, such as ModelPruning, need one stage.",
+        raise UnsupportedError(
+            expected="no parameter or buffer to be removed during the run",
+            found=f"no '{missing}'",
+            remedy="Callbacks that replace them, such as ModelPruning, need one stage.",
         )
 
 
-def _renew(tensor: Tensor, value: Tensor) -> None:
-    """Overwrite `tensor` only if values differ: autograd may have saved it."""
-    if not torch.equal(tensor, value):
-        tensor.copy_(value)
+def _can_be_empty(tensor: Tensor | None) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.dim() > 0

@@ -7,44 +7,39 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities import cloud_io, distributed, imports
-from lightning.fabric.utilities import optimizer as fabric_optimizer
 from lightning.fabric.utilities import types as fabric_types
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as pl_callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies import ParallelStrategy, launchers
-from lightning.pytorch.trainer import call
 from torch import nn
 
+from lightning_gnnpipe.passing import replace_attributes
+
 PathLike: TypeAlias = fabric_types._PATH
+Handler: TypeAlias = Callable[[int, Any], None]  # of a signal
 SubprocessScriptLauncher = launchers._SubprocessScriptLauncher
 default_backend = distributed._get_default_process_group_backend_for_device
 init_dist_connection = distributed._init_dist_connection
-interrupt = call._interrupt
 load_file = cloud_io._load
-optimizers_to_device = fabric_optimizer._optimizers_to_device
 reduce_over = distributed._sync_ddp_if_available
-
-
-def is_interactive() -> bool:
-    """Whether this is a notebook or an interactive shell, as Lightning finds it."""
-    return imports._IS_INTERACTIVE
 
 
 # The class `WeightAveraging`; nothing before Lightning 2.6.
 WEIGHT_AVERAGING: Any = getattr(pl_callbacks, "WeightAveraging", ())
 
 
-def syncs_norms(strategy: Any) -> bool:
-    """Whether the user set the Trainer's `sync_batchnorm`."""
-    return strategy._layer_sync is not None
+def is_interactive() -> bool:
+    """Whether this is a notebook or an interactive shell, as Lightning finds it."""
+    return imports._IS_INTERACTIVE
 
 
 def average_of(callback: Callback) -> nn.Module | None:
@@ -69,11 +64,10 @@ def validates_next(trainer: Trainer) -> bool:
     return has_ended and fetcher is not None and loop._should_check_val_fx(fetcher)
 
 
-def keep_samplers(trainer: Trainer) -> Callable[[], None]:
-    """Make the Trainer keep the loaders' samplers; return an undo function."""
-    connector: Any = trainer._accelerator_connector
-    before, connector.use_distributed_sampler = connector.use_distributed_sampler, False
-    return lambda: setattr(connector, "use_distributed_sampler", before)
+def keep_samplers(trainer: Trainer) -> AbstractContextManager[None]:
+    """Make the Trainer keep the loaders' samplers within the block."""
+    connector = trainer._accelerator_connector
+    return replace_attributes(connector, {"use_distributed_sampler": False})
 
 
 _WRONG_ADVICE = (
@@ -82,19 +76,19 @@ _WRONG_ADVICE = (
 )
 
 
-def without_wrong_advice() -> Callable[[], None]:
-    """Silence advice of Lightning that is wrong here; return an undo function."""
+@contextmanager
+def without_wrong_advice() -> Iterator[None]:
+    """Silence advice of Lightning that is wrong here within the block."""
     own: list[Any] = []
     for text in _WRONG_ADVICE:
         warnings.filterwarnings("ignore", message=text)
         own.append(warnings.filters[0])
-
-    def undo() -> None:
+    try:
+        yield
+    finally:
         for one in own:
             if one in warnings.filters:
                 warnings.filters.remove(one)  # type: ignore[attr-defined]
-
-    return undo
 
 
 def fetcher_of(trainer: Trainer) -> Any:
@@ -107,6 +101,23 @@ class LightningStrategy(ParallelStrategy):
     """A `ParallelStrategy`, one process per device, with public names for its hooks."""
 
     num_nodes = 1
+    make_launcher: Callable[[], Any]  # of processes; None if they run already
+    make_checkpoint_io: Callable[[], CheckpointIO]
+
+    @property
+    def user_module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def trainer(self) -> Trainer | None:
+        """None before the run, and in the process that started the ranks."""
+        return None if self.lightning_module is None else self.lightning_module._trainer
+
+    @property
+    def syncs_norms(self) -> bool:
+        """Whether the user set the Trainer's `sync_batchnorm`."""
+        return self._layer_sync is not None
 
     @property
     def root_device(self) -> torch.device:
@@ -116,7 +127,7 @@ class LightningStrategy(ParallelStrategy):
     @property
     def num_processes(self) -> int:
         """Processes on this machine."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+        return len(self.parallel_devices or ())
 
     @property
     def is_distributed(self) -> bool:
@@ -126,18 +137,6 @@ class LightningStrategy(ParallelStrategy):
     def model_to_device(self) -> None:
         assert self.model is not None
         self.model.to(self.root_device)
-
-    def make_launcher(self) -> Any:
-        """Return the launcher of processes; None if they run already."""
-        raise NotImplementedError
-
-    def make_checkpoint_io(self) -> CheckpointIO:
-        """Return the default checkpoint plugin."""
-        raise NotImplementedError
-
-    def reset_optimizers(self) -> None:
-        """Forget the optimizers and schedulers of an earlier run."""
-        self._reset_optimizers_and_schedulers()
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -152,81 +151,19 @@ class LightningStrategy(ParallelStrategy):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
 
-    def forget_launcher(self) -> None:
-        """Be a process that has been started and starts none: Lightning lets it return outputs."""
-        self._launcher = None
-
     def _configure_launcher(self) -> None:
         self._launcher = self.make_launcher()
 
 
-class MultiProcessingLauncher(launchers._MultiProcessingLauncher):
-    """Lightning's launcher of workers, with public names for its two ends."""
+def handle_signals(trainer: Trainer, on_stop: Handler, on_requeue: Handler) -> Handler:
+    """Replace the Trainer's handlers of SIGTERM and of SLURM's requeue signal; return the second.
 
-    def run_worker(
-        self, index: int, trainer: Trainer, results: Any, work: Callable[[], Any]
-    ) -> None:
-        """Run `work`, which puts its result in `results`, in a worker."""
-        raise NotImplementedError
-
-    def pack(self, trainer: Trainer, results: Any) -> Any:
-        """Return what worker 0 sends for `results`, which the function that ran has returned."""
-        raise NotImplementedError
-
-    def check_result(self, result: Any) -> None:
-        """Check worker 0's result, in the process that started it."""
-        raise NotImplementedError
-
-    def _wrapping_function(
-        self,
-        process_idx: int,
-        trainer: Trainer | None,
-        function: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        return_queue: Any,
-        global_states: Any = None,
-    ) -> None:
-        assert trainer is not None
-        run = super()._wrapping_function
-        self.run_worker(
-            process_idx,
-            trainer,
-            return_queue,
-            lambda: run(process_idx, trainer, function, args, kwargs, return_queue, global_states),
-        )
-
-    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
-        results = self.pack(trainer, results) if trainer.local_rank == 0 else None
-        return super()._collect_rank_zero_results(trainer, results)
-
-    def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
-        self.check_result(worker_output)
-        super()._recover_results_in_main_process(worker_output, trainer)
-
-
-def trainer_of(module: LightningModule | None) -> Trainer | None:
-    """Return the Trainer of `module`; None if it has none."""
-    return None if module is None else module._trainer
-
-
-def teardown(trainer: Trainer) -> None:
-    """Tear down a run."""
-    trainer._teardown()
-
-
-def requeue_handler(trainer: Trainer) -> Callable[[int, Any], None]:
-    """Return Lightning's handler that saves and requeues the SLURM job."""
-    return trainer._signal_connector._slurm_sigusr_handler_fn
-
-
-def handle_signals(
-    trainer: Trainer, on_stop: Callable[[int, Any], None], on_requeue: Callable[[int, Any], None]
-) -> None:
-    """Replace the Trainer's handlers of SIGTERM and of SLURM's requeue signal."""
+    That one saves and requeues the SLURM job.
+    """
     connector: Any = trainer._signal_connector
     connector._sigterm_notifier_fn = on_stop
-    connector._slurm_sigusr_handler_fn = on_requeue
+    before, connector._slurm_sigusr_handler_fn = connector._slurm_sigusr_handler_fn, on_requeue
+    return before
 
 
 def stop_at_the_end_of_the_batch(trainer: Trainer) -> None:

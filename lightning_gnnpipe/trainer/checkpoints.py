@@ -21,12 +21,13 @@ from lightning_gnnpipe.comm import Mesh
 from lightning_gnnpipe.engine import RankHistories, RunState, SavedRun
 from lightning_gnnpipe.errors import CheckpointError, ConfigError, Fallbacks
 from lightning_gnnpipe.saving import sharded, sidecar
-from lightning_gnnpipe.steps import PipelinedModel, merge_optimizer_states, own_optimizer_state
+from lightning_gnnpipe.steps import PipelinedModel
+from lightning_gnnpipe.steps.optimizer_states import merge_optimizer_states, own_optimizer_state
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer._compat import PathLike
 from lightning_gnnpipe.trainer.engine_host import EngineHost, ResumedRun
-from lightning_gnnpipe.trainer.launcher import random_state
 from lightning_gnnpipe.trainer.processes import Processes
+from lightning_gnnpipe.trainer.replay import random_state
 from lightning_gnnpipe.trainer.signals import keep_last
 
 log = logging.getLogger(__name__)
@@ -39,11 +40,7 @@ _TRUST = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 class Checkpoints:
     """Merges the stages' weights and optimizer states when saving, and reads whole ones.
 
-    Args:
-        strategy: Has the module, the devices and the checkpoint plugin.
-        processes: The ranks.
-        host: Has the engine.
-        is_sharded: Whether each rank writes its own weights.
+    With `is_sharded` each rank writes its own weights.
     """
 
     def __init__(
@@ -65,11 +62,7 @@ class Checkpoints:
         return resumed
 
     def load(self, checkpoint_path: PathLike, weights_only: bool | None) -> dict[str, Any]:
-        """Return the checkpoint; all ranks fail together, with the first one's reason.
-
-        Raises:
-            CheckpointError: If it cannot be read.
-        """
+        """Return the checkpoint; all ranks fail together, with the first one's reason."""
         # Each rank may have found another "last" checkpoint.
         checkpoint_path = self._processes.broadcast(checkpoint_path)
         path = _local_path(checkpoint_path)
@@ -83,12 +76,12 @@ class Checkpoints:
             return found
 
         found = self._processes.together(read)
-        has_histories = self._resumed is not None and bool(self._resumed.run.stages)
+        has_histories = self._resumed is not None and bool(self._resumed[0].stages)
         # All ranks have them or none uses them, so that all run the same steps.
         has_histories = self._processes.vote(has_histories, needs_all=True)
         if self._resumed is not None and not has_histories:
-            run = SavedRun(self._resumed.run.state, ())
-            self._resumed = ResumedRun(run, self._resumed.random)
+            run, random = self._resumed
+            self._resumed = SavedRun(run.state, ()), random
         return found
 
     def _read_stock(self, path: PathLike, weights_only: bool | None) -> dict[str, Any]:
@@ -115,10 +108,8 @@ class Checkpoints:
 
     def _read_run(self, checkpoint: Mapping[str, Any], path: Path | None) -> ResumedRun | None:
         """Return the pipelined run in the checkpoint, if a fit is about to go on with it."""
-        module = self._strategy.lightning_module
-        assert module is not None
-        found = checkpoint.get(_KEY)
-        is_new_run = not self._host.is_running and module.trainer.state.fn == TrainerFn.FITTING
+        found, fn = checkpoint.get(_KEY), self._strategy.user_module.trainer.state.fn
+        is_new_run = not self._host.is_running and fn == TrainerFn.FITTING
         if found is None or not is_new_run:
             return None
         if not isinstance(found, dict) or not {"run", "random", "histories"} <= found.keys():
@@ -138,20 +129,19 @@ class Checkpoints:
         if path is not None and ident is not None:
             folder = path / ident if is_sharded else sidecar.histories_folder(path, ident)
             stages = sidecar.read_stages(folder, state.num_ranks)
-        return ResumedRun(SavedRun(state, stages), found["random"])
+        return SavedRun(state, stages), found["random"]
 
     def begin_load_of_weights(self) -> None:
         """Forget what was computed with the present weights, as after a search for a rate."""
         if self._host.is_running:
             engine = self._host.engine
             engine.model.restore()
-            engine.graphs.drop_histories()
+            engine.graphs.inputs.drop_rows()
             engine.statistics.stale.clear()
 
     def module_state(self) -> dict[str, Any]:
         """Return the state dict of the LightningModule with the weights of all stages."""
-        module = self._strategy.lightning_module
-        assert module is not None
+        module = self._strategy.user_module
         if not self._host.is_split:
             return module.state_dict()
         model = self._host.engine.model
@@ -190,7 +180,7 @@ class Checkpoints:
         processes, is_first = self._processes, self._strategy.is_global_zero
         if processes.is_interrupted and (self._host.is_split or processes.has_workers):
             log.warning("No checkpoint was written to %s: other stages may have failed.", filepath)
-            keep_last(_compat.trainer_of(self._strategy.lightning_module))
+            keep_last(self._strategy.trainer)
             return
         filepath = processes.broadcast(filepath)
         path = _local_path(filepath)
@@ -264,9 +254,8 @@ class Checkpoints:
         host = self._host
         if not host.is_running or not host.engine.options.is_fitting:
             return host.last_run
-        module = self._strategy.lightning_module
-        assert module is not None
-        is_next = not host.engine.step.averages_weights and _compat.validates_next(module.trainer)
+        trainer = self._strategy.user_module.trainer
+        is_next = not host.engine.step.averages_weights and _compat.validates_next(trainer)
         return host.engine.run_state(is_validation_next=is_next)
 
     def _run(self, state: RunState, histories: str | None) -> dict[str, Any]:

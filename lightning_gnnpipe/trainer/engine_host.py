@@ -10,13 +10,14 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import ModelSummary, TQDMProgressBar
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -28,19 +29,22 @@ from lightning_gnnpipe.report import describe_stages, format_stages
 from lightning_gnnpipe.stages import Stage, as_written, find_pipelined
 from lightning_gnnpipe.steps import Controls
 from lightning_gnnpipe.trainer import _compat
-from lightning_gnnpipe.trainer.launcher import random_state, set_random_state
-from lightning_gnnpipe.trainer.loaders import NextBatch
+from lightning_gnnpipe.trainer.loaders import look_ahead, no_batch
 from lightning_gnnpipe.trainer.precision import work_over_stages
 from lightning_gnnpipe.trainer.processes import Processes
 from lightning_gnnpipe.trainer.refuse import (
+    check_callbacks,
     check_optimizers,
-    check_pruning,
     check_scaling,
-    check_sharded,
     check_sync,
     refuse_uncalled,
 )
-from lightning_gnnpipe.trainer.replay import StepReplay, check_replay
+from lightning_gnnpipe.trainer.replay import (
+    StepReplay,
+    check_replay,
+    random_state,
+    set_random_state,
+)
 from lightning_gnnpipe.trainer.replicas import Replicas
 from lightning_gnnpipe.trainer.weight_callbacks import (
     at_ends_of_hooks,
@@ -51,27 +55,11 @@ from lightning_gnnpipe.trainer.weight_callbacks import (
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ResumedRun:
-    """A run to go on with, and the random states it was saved with."""
-
-    run: SavedRun
-    random: Mapping[str, Any]
+ResumedRun = tuple[SavedRun, Mapping[str, Any]]  # and the random states it was saved with
 
 
 class EngineHost:
-    """Makes the engine of a run, runs the user's steps with it, and takes it down.
-
-    Args:
-        strategy: Has the module, the devices and the optimizers.
-        options: The strategy's options.
-        processes: The ranks.
-        replicas: Share buffers and metrics.
-
-    Attributes:
-        controls: Requests of callbacks for the next training step.
-        last_run: State of the last run that trained, without histories.
-    """
+    """Makes the engine of a run, runs the user's steps with it, and takes it down."""
 
     def __init__(
         self,
@@ -82,20 +70,16 @@ class EngineHost:
     ) -> None:
         self._strategy, self._options = strategy, options
         self._processes, self._replicas = processes, replicas
-        self.controls = Controls()
-        self.last_run: RunState | None = None
+        self.controls = Controls()  # requests of callbacks for the next training step
+        self.last_run: RunState | None = None  # that trained, without histories
         self._engine: PipelineEngine | None = None
         self._prefix = ""
-        self._next_batch = NextBatch()
+        self._next_batch: Callable[[torch.device], Any] = no_batch
         self._patched = ExitStack()
 
     @property
     def engine(self) -> PipelineEngine:
-        """The engine of the present run.
-
-        Raises:
-            ConfigError: Outside of a run.
-        """
+        """The engine of the present run; a ConfigError outside of one."""
         if self._engine is None:
             raise ConfigError(
                 expected="a call while the Trainer runs",
@@ -106,7 +90,6 @@ class EngineHost:
 
     @property
     def is_running(self) -> bool:
-        """Whether a run is in progress."""
         return self._engine is not None
 
     @property
@@ -119,13 +102,14 @@ class EngineHost:
         """Whether ranks may hold different weights: of stages, or rows of tables."""
         return self._processes.has_stages or bool(self.engine.model.tables.candidates)
 
-    def attach(self, trainer: pl.Trainer, resumed: ResumedRun | None, *, is_fitting: bool) -> None:
+    def attach(self, trainer: pl.Trainer, resumed: ResumedRun | None) -> None:
         """Make the engine of one run."""
         module, options = trainer.lightning_module, self._options
-        check_sync(_compat.syncs_norms(self._strategy), options.data_parallel)
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        check_sync(self._strategy.syncs_norms, options.data_parallel)
         if not self._replicas.are_several:
-            self._patched.callback(_compat.keep_samplers(trainer))
-            self._patched.callback(_compat.without_wrong_advice())
+            self._patched.enter_context(_compat.keep_samplers(trainer))
+            self._patched.enter_context(_compat.without_wrong_advice())
         if is_fitting and options.idle_in_one_chunk and trainer.is_global_zero:
             names = ", ".join(options.idle_in_one_chunk)
             log.warning("With num_chunks=1 these options have no effect: %s.", names)
@@ -139,15 +123,16 @@ class EngineHost:
         check_support(pipelined, 1)  # with one chunk; more are checked at the first forward
         seed = self._processes.share_start(module)
         if resumed is not None:
-            seed = resumed.run.state.seed
-            set_random_state(resumed.random, self._strategy.root_device)
+            run, random = resumed
+            seed = run.state.seed
+            set_random_state(random, self._strategy.root_device)
         engine_options = options.for_engine(seed, self._strategy.world_size, is_fitting=is_fitting)
         transport = self._processes.transport
         engine = PipelineEngine(pipelined, transport, engine_options, self.controls, methods)
         self._engine = engine
         engine.model.shared_outside = _parameters_outside(module, pipelined)
         if resumed is not None:
-            engine.resume(resumed.run)
+            engine.resume(run)
         elif self.last_run is not None and not is_fitting:
             engine.model.preferred = self.last_run.stage_layers
         if is_fitting and engine_options.schedule != "fill_drain":
@@ -155,22 +140,23 @@ class EngineHost:
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         averages = [one for one in map(_compat.average_of, callbacks) if one is not None]
         engine.set_step(averages_weights=bool(averages))
-        self._replicas.attach_metrics(module)
+        self._patched.enter_context(self._replicas.computing_metrics(module))
         if self._processes.has_peers:
             self._serve_callbacks(callbacks, averages)
         if self._has_parts:
             self._answer_reads(trainer)
         self._processes.signals.attach(trainer, engine.signals)
-        if is_fitting and trainer.is_global_zero and _shows_summaries(callbacks):
+        has_summary = any(isinstance(one, ModelSummary) for one in callbacks)
+        if is_fitting and trainer.is_global_zero and has_summary:
             engine.model.on_split = partial(_print_stages, trainer, pipelined)
 
     def attach_precision(self, plugin: Precision) -> None:
         """Let `plugin` clip and scale over all stages."""
         if self._processes.has_peers:
-            module = self._strategy.lightning_module
-            assert module is not None
-            model, transport = self.engine.model, self._processes.transport
-            self._patched.callback(work_over_stages(plugin, module, model, transport))
+            module, model = self._strategy.user_module, self.engine.model
+            self._patched.callback(
+                work_over_stages(plugin, module, model, self._processes.transport)
+            )
         check_scaling(plugin, self._options.async_halo)
 
     def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -200,10 +186,9 @@ class EngineHost:
         if not is_interrupted:
             engine.statistics.warn()
             engine.graphs.inputs.tell_share(engine.num_training_passes)
-        self._replicas.detach_metrics()
         self.controls.reset()
         if not is_interrupted:
-            engine.graphs.drop_histories()
+            engine.graphs.inputs.drop_rows()
             engine.model.restore()
             return
         if engine.model.forget():
@@ -220,8 +205,7 @@ class EngineHost:
 
     def training_step(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Run the user's training step; its pipelined forward trains."""
-        engine, module = self.engine, self._strategy.lightning_module
-        assert module is not None
+        engine, module = self.engine, self._strategy.user_module
         trainer = module.trainer
         engine.identity.begin_step(module, partial(random_state, self._strategy.root_device))
         engine.set_step(step_index=trainer.fit_loop.epoch_loop.total_batch_idx)
@@ -248,23 +232,21 @@ class EngineHost:
 
     def backward(self, run: Callable[[], None]) -> None:
         """Run the user's backward; stages average the gradients of their weights over replicas."""
-        module, engine = self._strategy.lightning_module, self.engine
-        assert module is not None
+        engine = self.engine
         scaler = getattr(self._strategy.precision_plugin, "scaler", None)
         engine.set_step(loss_scale=1.0 if scaler is None else float(scaler.get_scale()))
         run()
-        engine.average(module)
+        engine.average(self._strategy.user_module)
 
     def begin_stream(self) -> None:
         """Begin a loop without gradients; with several ranks it looks ahead by one batch."""
         self.take_over()
         if self._processes.has_peers:
-            assert self._strategy.lightning_module is not None
-            self._next_batch.attach(self._strategy.lightning_module.trainer)
+            self._next_batch = look_ahead(self._strategy.user_module.trainer)
 
     def end_stream(self) -> None:
         """End a loop without gradients."""
-        self._next_batch.detach()
+        self._next_batch = no_batch
         self.engine.stream.end()
 
     @contextmanager
@@ -272,7 +254,7 @@ class EngineHost:
         """Run a step without gradients on `batch` within the block."""
         engine, device = self.engine, self._strategy.root_device
         engine.model.reads.settle()
-        engine.stream.enter_step(batch, lambda: self._next_batch.peek(device))
+        engine.stream.enter_step(batch, lambda: self._next_batch(device))
         try:
             yield
         finally:
@@ -281,25 +263,22 @@ class EngineHost:
 
     def _prepare_replay(self, step: Callable[..., Any], args: Sequence[Any]) -> None:
         """Let the engine run the training step again, for the loss of one micro-batch."""
-        module, pipelined = self._strategy.lightning_module, self.engine.model.module
-        assert module is not None
-        reads = self.engine.model.reads
+        model, reads = self.engine.model, self.engine.model.reads
 
         def step_again(*args: Any) -> Any:
             with reads.refusing("Use schedule='fill_drain', or the optimizer's weight_decay."):
                 return step(*args)
 
         with reads.inside():
-            device = self._strategy.root_device
-            replay = StepReplay(module, pipelined, step_again, args, device)
-        self.engine.batches.early_loss.run = replay
+            strategy = self._strategy
+            self.engine.batches.early_loss.run = StepReplay(
+                strategy.user_module, model.module, step_again, args, strategy.root_device
+            )
 
     def _serve_callbacks(
         self, callbacks: Sequence[pl.Callback], averages: Sequence[nn.Module]
     ) -> None:
-        check_sharded(callbacks, self._options.save_distributed_checkpoint)
-        if self._has_parts:
-            check_pruning(callbacks)
+        check_callbacks(callbacks, self._options.save_distributed_checkpoint, self._has_parts)
         for average in averages:
             self._processes.share_weights(average)
         model, processes = self.engine.model, self._processes
@@ -320,22 +299,18 @@ class EngineHost:
                 reads.meet(f"end {name}")
                 processes.signals.obey()  # a forward in the hook may have agreed on one
 
-        self._patched.callback(at_ends_of_hooks(trainer, meet))
+        self._patched.enter_context(at_ends_of_hooks(trainer, meet))
 
 
 def _parameters_outside(module: nn.Module, pipelined: nn.Module) -> dict[int, str]:
     """Return the names of the parameters outside of `pipelined`, by id."""
-    inside = {id(one) for one in pipelined.modules()}
-    outside = ((name, one) for name, one in module.named_modules() if id(one) not in inside)
+    inside = set(pipelined.modules())
     return {
         id(parameter): f"{name}.{own}" if name else own
-        for name, one in outside
+        for name, one in module.named_modules()
+        if one not in inside
         for own, parameter in one.named_parameters(recurse=False)
     }
-
-
-def _shows_summaries(callbacks: Sequence[pl.Callback]) -> bool:
-    return any(isinstance(one, ModelSummary) for one in callbacks)
 
 
 def _print_stages(

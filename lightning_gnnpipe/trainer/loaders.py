@@ -69,43 +69,32 @@ def _refuse(found: str) -> None:
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-class NextBatch:
-    """Gives access to the next batch in loops without gradients."""
+def look_ahead(trainer: pl.Trainer) -> Callable[[torch.device], Any]:
+    """Return what gives the next batch of the loop that `trainer` has begun; None if there is none.
 
-    def __init__(self) -> None:
-        self._fetcher: Any = None
-        self._source: _Source | None = None
+    Not if the user changes batches on their way to the device, or ranks must agree on each.
+    """
+    owners: list[tuple[Any, type]] = [(trainer.lightning_module, pl.LightningModule)]
+    if trainer.datamodule is not None:  # type: ignore[attr-defined]
+        owners.append((trainer.datamodule, pl.LightningDataModule))  # type: ignore[attr-defined]
+    if any(is_overridden(hook, owner, kind) for owner, kind in owners for hook in _HOOKS):
+        return no_batch
+    fetcher = _compat.fetcher_of(trainer)
+    loaders = [] if fetcher is None else fetcher.combined_loader.flattened
+    if fetcher is None or any(isinstance(one, SameLengthLoader) for one in loaders):
+        return no_batch
+    source = fetcher.iterator = _Source(fetcher.iterator)
 
-    def attach(self, trainer: pl.Trainer) -> None:
-        """Look ahead in the loop that `trainer` has begun.
-
-        Not if the user changes batches on their way to the device, or ranks must agree on each.
-        """
-        self.detach()
-        owners: list[tuple[Any, type]] = [(trainer.lightning_module, pl.LightningModule)]
-        if trainer.datamodule is not None:  # type: ignore[attr-defined]
-            owners.append((trainer.datamodule, pl.LightningDataModule))  # type: ignore[attr-defined]
-        if any(is_overridden(hook, owner, kind) for owner, kind in owners for hook in _HOOKS):
-            return
-        fetcher = _compat.fetcher_of(trainer)
-        loaders = [] if fetcher is None else fetcher.combined_loader.flattened
-        if any(isinstance(one, SameLengthLoader) for one in loaders):  # ranks advance together
-            return
-        self._fetcher = fetcher
-        if self._fetcher is not None:
-            self._source = self._fetcher.iterator = _Source(self._fetcher.iterator)
-
-    def detach(self) -> None:
-        """Stop looking ahead."""
-        self._fetcher = self._source = None
-
-    def peek(self, device: torch.device) -> Any:
-        """Return the next batch, on `device`; None if there is none."""
-        if self._source is None:
-            return None
-        fetched = getattr(self._fetcher, "batches", None)  # prefetched by Lightning
-        item = fetched[0] if fetched else self._source.peek()
+    def peek(device: torch.device) -> Any:
+        fetched = getattr(fetcher, "batches", None)  # prefetched by Lightning
+        item = fetched[0] if fetched else source.peek()
         return None if item is None else move_data_to_device(item[0], device)
+
+    return peek
+
+
+def no_batch(device: torch.device) -> None:
+    """Return None: nothing looks ahead."""
 
 
 class _Source(Iterator[Any]):

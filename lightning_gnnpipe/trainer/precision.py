@@ -7,7 +7,7 @@ scales and weights would drift apart.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 
 import torch
 from lightning.pytorch import LightningModule
@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 
 from lightning_gnnpipe import _compat_torch
 from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.passing import replace_attributes
 from lightning_gnnpipe.steps import PipelinedModel
+from lightning_gnnpipe.trainer.weight_callbacks import within
 
 
 def work_over_stages(
@@ -27,25 +29,24 @@ def work_over_stages(
 
     `plugin` is set up already; `module` holds all parameters. Returns an undo function.
     """
-    clip_by_value = plugin.clip_grad_by_value
+    inside, patched = model.reads.inside, ExitStack()
 
     def clip(optimizer: Optimizer, clip_val: float) -> None:
-        parameters = plugin.main_params(optimizer)
-        with model.reads.inside():
-            clip_by_total_norm(model, pipe, module, parameters, clip_val)
+        clip_by_total_norm(model, pipe, module, plugin.main_params(optimizer), clip_val)
 
-    def clip_values(optimizer: Optimizer, clip_val: float) -> None:
-        with model.reads.inside():
-            clip_by_value(optimizer, clip_val)
+    def overflows(found_here: Mapping[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+        found = torch.zeros((), device=pipe.world.device)
+        for one in found_here.values():
+            found += one.to(found.device)
+        pipe.all_reduce(found, "control")
+        return {found.device: found.clamp_(max=1.0)}  # fused kernels compare it with 1
 
-    plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
-    plugin.clip_grad_by_value = clip_values  # type: ignore[method-assign]
-    patched = ExitStack()
-    patched.callback(plugin.__dict__.pop, "clip_grad_by_norm", None)
-    patched.callback(plugin.__dict__.pop, "clip_grad_by_value", None)
+    clips = {"clip_grad_by_norm": clip, "clip_grad_by_value": plugin.clip_grad_by_value}
+    clips = {name: within(inside, work) for name, work in clips.items()}
+    patched.enter_context(replace_attributes(plugin, clips))
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None:
-        patched.callback(share_overflows(scaler, pipe, model.reads.inside))
+        patched.callback(_compat_torch.change_overflows(scaler, overflows, inside))
     return patched.close
 
 
@@ -55,26 +56,21 @@ def clip_by_total_norm(
     root: nn.Module,
     parameters: Iterable[nn.Parameter],
     max_norm: float,
-) -> Tensor:
+) -> None:
     """Scale gradients to a norm over all stages of at most `max_norm`; collective.
 
     Stages' parameters count on their rank, tied ones once, replicated ones on the first rank, rows
-    of tables on their shard, in each replica. `root` holds them all. Returns the norm before
-    clipping, equal on all ranks.
+    of tables on their shard, in each replica. `root` holds them all.
     """
-    with_grad = [p for p in parameters if p.grad is not None]
-    counted = _counted(model, transport, root)
-    grads = [p.grad.detach() for p in with_grad if p.grad is not None and id(p) in counted]
+    grads = {id(p): p.grad for p in parameters if p.grad is not None}
     square = torch.zeros((), dtype=torch.float64, device=transport.world.device)
-    for grad in grads:
-        square += torch.linalg.vector_norm(grad).double().square()
+    counted = _counted(model, transport, root)
+    for grad in (grad for ident, grad in grads.items() if ident in counted):
+        square += torch.linalg.vector_norm(grad.detach()).double().square()
     transport.all_reduce(square, "control")
-    norm = square.sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for p in with_grad:
-        assert p.grad is not None
-        p.grad.mul_(scale.to(p.grad.dtype))
-    return norm
+    scale = (max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
+    for grad in grads.values():
+        grad.mul_(scale.to(grad.dtype))
 
 
 def _counted(model: PipelinedModel, transport: Transport, root: nn.Module) -> set[int]:
@@ -85,20 +81,3 @@ def _counted(model: PipelinedModel, transport: Transport, root: nn.Module) -> se
         return own & {id(one) for one in tables}
     replicated = {id(p) for p in root.parameters()} - own - foreign
     return own | replicated if transport.mesh.is_first else own
-
-
-def share_overflows(
-    scaler: torch.amp.GradScaler,
-    transport: Transport,
-    inside: Callable[[], AbstractContextManager[None]],
-) -> Callable[[], None]:
-    """Make `scaler`, within `inside`, see overflows of all stages; return an undo function."""
-
-    def over_stages(found_here: Mapping[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-        found = torch.zeros((), device=transport.world.device)
-        for one in found_here.values():
-            found += one.to(found.device)
-        transport.all_reduce(found, "control")
-        return {found.device: found.clamp_(max=1.0)}  # fused kernels compare it with 1
-
-    return _compat_torch.change_overflows(scaler, over_stages, inside)

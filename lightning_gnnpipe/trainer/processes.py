@@ -38,7 +38,8 @@ from lightning_gnnpipe.comm import (
 from lightning_gnnpipe.errors import ConfigError, Fallbacks, PeerError
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.trainer import _compat
-from lightning_gnnpipe.trainer.launcher import WorkerLauncher, random_state, set_random_state
+from lightning_gnnpipe.trainer._compat_launcher import WorkerLauncher
+from lightning_gnnpipe.trainer.replay import random_state, set_random_state
 from lightning_gnnpipe.trainer.signals import StopSignals
 from lightning_gnnpipe.user_code import shorten, silence
 
@@ -51,13 +52,7 @@ _GRACE_S = 4.0
 
 
 class Processes:
-    """R replicas of S stages of G shards, one process each.
-
-    Args:
-        strategy: Has the ranks and devices.
-        options: The strategy's options.
-        backend: Backend of torch.distributed; None for the device's default.
-    """
+    """R replicas of S stages of G shards, one process each."""
 
     def __init__(
         self, strategy: _compat.LightningStrategy, options: StrategyOptions, backend: str | None
@@ -96,8 +91,8 @@ class Processes:
     @property
     def is_interrupted(self) -> bool:
         """Whether other ranks may be gone: an error ended the run, not a signal that all obey."""
-        trainer = _compat.trainer_of(self._strategy.lightning_module)
-        if trainer is None:  # not begun, or in the process that started the ranks
+        trainer = self._strategy.trainer
+        if trainer is None:
             return self.has_workers and sys.exc_info()[1] is not None
         is_stop = isinstance(sys.exc_info()[1], SIGTERMException)
         is_orderly = is_stop and self.signals.stops_together
@@ -152,11 +147,7 @@ class Processes:
         cast(Any, rank_zero_only).rank = strategy.global_rank
 
     def begin(self) -> None:
-        """Check the rank of this process.
-
-        Raises:
-            ConfigError: If the process was started by a Trainer with more devices.
-        """
+        """Refuse a process that was started by a Trainer with more devices."""
         strategy = self._strategy
         if strategy.local_rank >= strategy.num_processes:
             raise ConfigError(
@@ -172,19 +163,13 @@ class Processes:
         """Make the process groups, or use the groups of an earlier run of the same ranks."""
         self.set_ranks()
         strategy, options = self._strategy, self._options
-        layout, wire = options.resolve_layout(strategy.world_size), None
-        if strategy.world_size > 1:
+        rank, size, device = strategy.global_rank, strategy.world_size, strategy.root_device
+        layout, wire = options.resolve_layout(size), None
+        if size > 1:
             backend = self._make_group()
             layout = options.resolve_layout(dist.get_world_size())
-            wire = choose_wire(strategy.root_device, backend)
-        world = World(
-            strategy.global_rank,
-            strategy.world_size,
-            strategy.root_device,
-            options.timeout,
-            wire,
-            options.data_parallel,
-        )
+            wire = choose_wire(device, backend)
+        world = World(rank, size, device, options.timeout, wire, options.data_parallel)
         if self._transport is None or self._transport.world != world:
             self.end_run()
             self._transport = Transport(world, layout, Meter())
@@ -193,13 +178,14 @@ class Processes:
     def end_run(self) -> None:
         """Stop watching the other ranks."""
         if self._transport is not None:
-            self._transport.end_run()
+            self._transport.watch.stop()
 
     def _make_group(self) -> str:
         """Make the group of all processes and return its backend."""
         environment = self._strategy.cluster_environment
         assert environment is not None
-        backend = self._backend or _default_backend(self._strategy.root_device)
+        default = _compat.default_backend(self._strategy.root_device)
+        backend = self._backend or (GPU_BACKEND if default == "nccl" else default)
         # Processes start at their own pace, so the first rendezvous may take longer than a message.
         timeout = max(self._options.timeout, _LEAST_START_TIMEOUT)
         store = restart_store(environment.main_address, environment.main_port, timeout)
@@ -271,7 +257,7 @@ class Processes:
             return
         if self.is_interrupted:
             abandon_groups()
-        if isinstance(exception, SIGTERMException) and not self.is_interrupted:  # all ranks stop
+        elif isinstance(exception, SIGTERMException):  # all ranks stop
             return
         is_peers = isinstance(exception, PeerError)
         peer = self._publish(exception)
@@ -305,11 +291,6 @@ class Processes:
             exception, PeerError | KeyboardInterrupt
         ) and not is_communication_error(exception):
             log.error("Rank %d failed: %s", rank, cause_of(exception))
-
-
-def _default_backend(device: torch.device) -> str:
-    backend = _compat.default_backend(device)
-    return GPU_BACKEND if backend == "nccl" else backend
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

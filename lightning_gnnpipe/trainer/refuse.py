@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
 from lightning_gnnpipe.stages import LAYER_BY_LAYER
-from lightning_gnnpipe.steps import refuse_evaluations
+from lightning_gnnpipe.steps.weight_reads import refuse_evaluations
 from lightning_gnnpipe.trainer import _compat
 
 log = logging.getLogger(__name__)
@@ -57,24 +57,20 @@ def check_sync(is_asked: bool, num_replicas: int) -> None:
         )
 
 
-def check_sharded(callbacks: Iterable[Callback], saves_sharded: bool) -> None:
-    """Refuse callbacks that save two sets of weights into a sharded checkpoint."""
+def check_callbacks(callbacks: Iterable[Callback], saves_sharded: bool, has_parts: bool) -> None:
+    """Refuse a sharded checkpoint of two sets of weights, and new parameters, unknown to stages."""
     for callback in callbacks:
+        name = type(callback).__name__
         if saves_sharded and isinstance(callback, _compat.WEIGHT_AVERAGING):
             _refuse(
                 "one set of weights in a sharded checkpoint",
-                f"{type(callback).__name__}, which saves two",
+                f"{name}, which saves two",
                 "Use save_distributed_checkpoint=False.",
             )
-
-
-def check_pruning(callbacks: Iterable[Callback]) -> None:
-    """Refuse callbacks that replace parameters, since stages would not know."""
-    for callback in callbacks:
-        if isinstance(callback, ModelPruning):
+        if has_parts and isinstance(callback, ModelPruning):
             _refuse(
                 "callbacks that keep the parameters, with several stages",
-                f"{type(callback).__name__}, which replaces them",
+                f"{name}, which replaces them",
                 "Prune after training, or with num_stages=1.",
             )
 

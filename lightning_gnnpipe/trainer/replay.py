@@ -23,7 +23,6 @@ from torchmetrics import Metric
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import tensors_in
-from lightning_gnnpipe.trainer.launcher import random_state, set_random_state
 
 Restore = Callable[[], None]
 
@@ -169,3 +168,28 @@ def _refuse(expected: str, found: str) -> UnsupportedError:
         found=found,
         remedy="Use schedule='fill_drain', which runs it once.",
     )
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the states of all random streams, including a GPU `device`."""
+    algorithm, keys, position, has_gauss, cached = cast(Any, np.random.get_state())
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (str(algorithm), torch.from_numpy(keys.astype("int64")), position, has_gauss),
+        "numpy_gauss": float(cached),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Restore the states of `random_state`."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    algorithm, keys, position, has_gauss = state["numpy"]
+    keys = keys.numpy().astype("uint32")
+    np.random.set_state((algorithm, keys, position, has_gauss, state["numpy_gauss"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

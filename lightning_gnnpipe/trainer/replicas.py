@@ -1,9 +1,4 @@
-"""Data parallelism: each replica trains on its own batches.
-
-    replica 0   stage 0  ->  stage 1          reads batches 0, 2, 4, ...
-    replica 1   stage 0  ->  stage 1          reads batches 1, 3, 5, ...
-                   |            |
-              gradients, metrics: over the data axis
+"""Data parallelism: of two replicas, one trains on batches 0, 2, ..., the second on 1, 3, ...
 
 Samplers, gradients, buffers and reductions behave as in Lightning's DDP, with replicas in place of
 its processes. The ranks of one replica have the same batch, loss and logged values.
@@ -13,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,29 +21,22 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_gnnpipe.engine import PipelineEngine
+from lightning_gnnpipe.passing import replace_attributes
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer.loaders import SameLengthLoader
 from lightning_gnnpipe.trainer.processes import Processes
 
 
 class Replicas:
-    """Splits batches over replicas, and reduces values and buffers over them.
-
-    Args:
-        strategy: Has the rank and the LightningModule.
-        processes: The ranks.
-        num_replicas: R; with 1 nothing is reduced.
-    """
+    """Splits batches over replicas, and reduces values and buffers over them."""
 
     def __init__(
         self, strategy: _compat.LightningStrategy, processes: Processes, num_replicas: int
     ) -> None:
         self._strategy, self._processes, self._num_replicas = strategy, processes, num_replicas
-        self._metrics: list[tuple[Metric, Any, Any]] = []
 
     @property
     def are_several(self) -> bool:
-        """Whether there is more than one replica."""
         return self._num_replicas > 1
 
     @property
@@ -58,11 +46,7 @@ class Replicas:
         return {"num_replicas": self._num_replicas, "rank": self._strategy.global_rank // size}
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Seed workers of loaders by replica, and check that replicas have equally many batches.
-
-        Raises:
-            ConfigError: While it is iterated, if the numbers of batches differ.
-        """
+        """Seed workers of loaders by replica, and check that replicas have equally many batches."""
         is_seeded = int(os.environ.get("PL_SEED_WORKERS", 0)) == 1
         replica = self.sampler_kwargs["rank"]
         if is_seeded and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
@@ -76,8 +60,7 @@ class Replicas:
     @property
     def _predicts(self) -> bool:
         """Whether replicas may have different numbers of batches, since nothing is reduced."""
-        assert self._strategy.lightning_module is not None
-        return self._strategy.lightning_module.trainer.state.fn == TrainerFn.PREDICTING
+        return self._strategy.user_module.trainer.state.fn == TrainerFn.PREDICTING
 
     def _is_split_evenly(self, dataloader: object) -> bool:
         """Whether a sampler that Lightning has put in gives all replicas equally many batches."""
@@ -89,68 +72,43 @@ class Replicas:
             return False
         return sampler.num_replicas == self._num_replicas
 
-    def reduce(self, tensor: Any, group: Any | None, reduce_op: Any) -> Any:
-        """Return `tensor` reduced over replicas, or over `group`."""
+    def over(self, tensor: Any, group: Any | None, work: Callable[[Tensor, Any], Any]) -> Any:
+        """Return what the collective `work` makes of `tensor`, over replicas or over `group`."""
         if not isinstance(tensor, Tensor) or not self._processes.has_peers:
             return tensor
-        return self._processes.transport.asked.over(
-            tensor, group, lambda here, over: _compat.reduce_over(here, over, reduce_op)
-        )
-
-    def all_gather(
-        self, tensor: Tensor, group: Any | None, gather: Callable[[Tensor, Any], Tensor]
-    ) -> Tensor:
-        """Return `tensor` of every replica, or of `group`, stacked by `gather`."""
-        if not self._processes.has_peers:
-            return tensor
-        return self._processes.transport.asked.over(tensor, group, gather)
-
-    @contextmanager
-    def accumulating(self, engine: PipelineEngine) -> Iterator[None]:
-        """Keep gradients within each replica, for a later step to average, within the block."""
-        engine.model.is_accumulating = True
-        try:
-            yield
-        finally:
-            engine.model.is_accumulating = False
+        return self._processes.transport.asked.over(tensor, group, work)
 
     @torch.no_grad()
     def share_buffers(self, engine: PipelineEngine) -> None:
         """Copy the first replica's buffers to all replicas, as DDP does before each step."""
-        if self.are_several:
-            with engine.model.reads.inside():
-                self._share_buffers(engine)
-
-    def _share_buffers(self, engine: PipelineEngine) -> None:
-        assert self._strategy.lightning_module is not None
+        if not self.are_several:
+            return
         over = self._processes.transport.replicas
         _, foreign = engine.model.tensor_ids()
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self._strategy.lightning_module.buffers():
-            if id(buffer) not in foreign:
-                by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for buffers in by_dtype.values():
-            flat = torch.cat([buffer.flatten() for buffer in buffers])
-            over.broadcast(flat, over.members.ranks[0], "control")
-            parts = torch.split(flat, [buffer.numel() for buffer in buffers])
-            for buffer, part in zip(buffers, parts, strict=True):
-                buffer.copy_(part.view_as(buffer))
+        with engine.model.reads.inside():
+            for buffer in self._strategy.user_module.buffers():
+                if id(buffer) not in foreign:
+                    by_dtype.setdefault(buffer.dtype, []).append(buffer)
+            for buffers in by_dtype.values():
+                flat = torch.cat([buffer.flatten() for buffer in buffers])
+                over.broadcast(flat, over.members.ranks[0], "control")
+                parts = torch.split(flat, [buffer.numel() for buffer in buffers])
+                for buffer, part in zip(buffers, parts, strict=True):
+                    buffer.copy_(part.view_as(buffer))
 
-    def attach_metrics(self, module: nn.Module) -> None:
+    @contextmanager
+    def computing_metrics(self, module: nn.Module) -> Iterator[None]:
         """Let the torchmetrics of `module` compute over replicas, not over all ranks."""
         gather = self._gather_of_states() if self.are_several else None
-        for metric in (m for m in module.modules() if isinstance(m, Metric)):
-            before = metric.distributed_available_fn, metric.dist_sync_fn
-            self._metrics.append((metric, *before))
-            metric.distributed_available_fn = _never if gather is None else _always
-            if metric.dist_sync_fn is None:
-                metric.dist_sync_fn = gather
-
-    def detach_metrics(self) -> None:
-        """Undo `attach_metrics`."""
-        for metric, is_available, gather in self._metrics:
-            metric.distributed_available_fn, metric.dist_sync_fn = is_available, gather
-        self._metrics.clear()
+        with ExitStack() as patched:
+            for metric in (m for m in module.modules() if isinstance(m, Metric)):
+                changed = {
+                    "distributed_available_fn": _never if gather is None else _always,
+                    "dist_sync_fn": metric.dist_sync_fn or gather,
+                }
+                patched.enter_context(replace_attributes(metric, changed))
+            yield
 
     def _gather_of_states(self) -> Callable[..., list[Tensor]]:
         asked = self._processes.transport.asked

@@ -32,19 +32,18 @@ class StopSignals:
     def __init__(self) -> None:
         self._bits = SignalBits()
         self._trainer: pl.Trainer | None = None
-        self._requeue: Any = None
+        self._requeue: Any = None  # Lightning's handler
 
     def attach(self, trainer: pl.Trainer, bits: SignalBits) -> None:
         """Record signals in `bits` from now on; Lightning registers its handlers after this."""
-        self._bits = bits
+        before = _compat.handle_signals(trainer, self._on_stop, self._on_requeue)
         if self._trainer is None:
-            self._requeue = _compat.requeue_handler(trainer)
-        self._trainer = trainer
-        _compat.handle_signals(trainer, self._on_stop, self._on_requeue)
+            self._requeue = before
+        self._bits, self._trainer = bits, trainer
 
     @property
     def received(self) -> int:
-        """Bits of the signals that this rank has received."""
+        """Bits, on this rank."""
         return self._bits.received
 
     @property

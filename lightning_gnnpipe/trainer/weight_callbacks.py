@@ -15,6 +15,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 
+from lightning_gnnpipe.passing import replace_attributes
 from lightning_gnnpipe.steps import PipelinedModel, StageWeights
 from lightning_gnnpipe.trainer import _compat
 
@@ -35,8 +36,7 @@ def serve_callbacks(
     patched = ExitStack()
 
     def patch(owner: Any, name: str, value: Any) -> None:
-        owner.__dict__[name] = value
-        patched.callback(owner.__dict__.pop, name, None)
+        patched.enter_context(replace_attributes(owner, {name: value}))
 
     for callback in callbacks:
         average = _compat.average_of(callback)
@@ -46,10 +46,10 @@ def serve_callbacks(
             for name in (name for name in dir(callback) if name.startswith("on_")):
                 hook = getattr(callback, name)
                 if hook.__module__.startswith(_LIGHTNING):
-                    patch(callback, name, _within(model.reads.inside, hook))
+                    patch(callback, name, within(model.reads.inside, hook))
         if isinstance(callback, BaseFinetuning):
             finetune = callback.finetune_function
-            patch(callback, "finetune_function", _within(model.whole, finetune))
+            patch(callback, "finetune_function", within(model.whole, finetune))
     return patched.close
 
 
@@ -71,9 +71,11 @@ def _full_state(
     return state_dict
 
 
-def _within(
+def within(
     context: Callable[[], AbstractContextManager[None]], hook: Callable[..., Any]
 ) -> Callable[..., Any]:
+    """Return `hook`, which runs within a new `context`."""
+
     @wraps(hook)
     def run(*args: Any, **kwargs: Any) -> Any:
         with context():
@@ -82,7 +84,9 @@ def _within(
     return run
 
 
-def at_ends_of_hooks(trainer: pl.Trainer, run: Callable[[str], Any]) -> Callable[[], None]:
+def at_ends_of_hooks(
+    trainer: pl.Trainer, run: Callable[[str], Any]
+) -> AbstractContextManager[None]:
     """Call `run` with the hook's name at the end of each user hook that succeeds.
 
     Lightning profiles every hook, under a name that shows its owner.
@@ -99,8 +103,7 @@ def at_ends_of_hooks(trainer: pl.Trainer, run: Callable[[str], Any]) -> Callable
         if is_users[name]:
             run(name)
 
-    profiler.__dict__["profile"] = watched
-    return lambda: profiler.__dict__.pop("profile", None)
+    return replace_attributes(profiler, {"profile": watched})
 
 
 def owners_of_hooks(trainer: pl.Trainer) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import random
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,13 +13,9 @@ from torch import Tensor, nn
 from torch_geometric import nn as gnn
 from torch_geometric.data import Batch
 
-from lightning_gnnpipe.comm import Meter, Transport, World
-from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.errors import ConfigError, GraphError, UnsupportedError
 from lightning_gnnpipe.layers import check_graph_batches
 from lightning_gnnpipe.stages import cut
-from lightning_gnnpipe.staleness import HistoryOptions
-from lightning_gnnpipe.steps import ChunkOptions, Controls, EngineOptions
 from tests.helpers.batches import (
     GINE,
     NUM_FEATURES,
@@ -30,29 +25,13 @@ from tests.helpers.batches import (
     WeightedGCN,
     draw_batch,
 )
+from tests.helpers.engines import one_process_engine
 
 
-def make_engine(
-    module: nn.Module, num_chunks: int | str = 3, partition: Any = "metis"
-) -> PipelineEngine:
-    world = World(0, 1, torch.device("cpu"), timedelta(seconds=60))
-    options = EngineOptions(
-        chunks=ChunkOptions(num_chunks, partition, seed=0),
-        histories=HistoryOptions(),
-        chunk_order="shuffled",
-        balance="uniform",
-        seed=0,
-        is_fitting=True,
-    )
-    transport = Transport(world, (1, 1), Meter())
-    engine = PipelineEngine(module.double(), transport, options, Controls())
-    engine.attach()
-    return engine
-
-
-def on_engine(module: nn.Module, *args: Any, **options: Any) -> Any:
+def on_engine(module: nn.Module, num_chunks: int | str = 3, partition: Any = "metis") -> Any:
     """Return `module` in float64, run by an engine."""
-    return make_engine(module, *args, **options).model.module
+    one_process_engine(module.double(), num_chunks=num_chunks, partition=partition).attach()
+    return module
 
 
 def run(net: nn.Module, data: Batch) -> Any:
@@ -93,16 +72,21 @@ def test_a_thousand_random_batches(
 
 
 class Normed(nn.Module):
-    def __init__(self, norm: nn.Module, passes_batch: bool = False) -> None:
+    """Hands the batch vector, and what else is `given`, on to its norm, and pools if it is to."""
+
+    def __init__(
+        self, norm: nn.Module, *, passes_batch: bool = False, pools: bool = False, **given: Any
+    ) -> None:
         super().__init__()
         self.conv, self.norm = gnn.GCNConv(NUM_FEATURES, WIDTH), norm
         self.last = gnn.GCNConv(WIDTH, WIDTH)
-        self.passes_batch = passes_batch
+        self.passes_batch, self.pools, self.given = passes_batch, pools, given
 
     def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
         x = self.conv(x, edge_index)
-        x = self.norm(x, batch) if self.passes_batch else self.norm(x)
-        return self.last(x, edge_index)
+        x = self.norm(x, batch, **self.given) if self.passes_batch else self.norm(x)
+        x = self.last(x, edge_index)
+        return gnn.global_mean_pool(x, batch) if self.pools else x
 
 
 class Centered(Normed):
@@ -131,11 +115,7 @@ NO_BATCH = "it is called without a batch vector"
             "would be updated once per micro-batch",
             False,
         ),
-        (
-            Centered(nn.Identity()),
-            "the same on micro-batches as on the whole batch",
-            True,
-        ),
+        (Centered(nn.Identity()), "the same on micro-batches as on the whole batch", True),
         (Total(nn.Identity()), "one row per node, edge or graph", False),
     ],
 )
@@ -247,36 +227,24 @@ def test_rows_that_could_be_of_two_kinds_are_refused_unless_known() -> None:
     assert_same(net(*ambiguous), plain(*ambiguous))
 
 
-class WithNorm(nn.Module):
-    """Hands the batch vector on to its norms, and pools if it is to."""
-
-    def __init__(self, norm: nn.Module, *, pools: bool = False, **given: Any) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(gnn.SAGEConv(NUM_FEATURES, NUM_FEATURES) for _ in range(3))
-        self.norm, self.pools, self.given = norm, pools, given
-
-    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
-        for conv in self.convs:
-            x = self.norm(conv(x, edge_index), batch, **self.given).relu()
-        return gnn.global_mean_pool(x, batch) if self.pools else x
-
-
 @pytest.mark.parametrize(
-    "net",
+    ("norm", "options"),
     [
-        WithNorm(gnn.GraphNorm(NUM_FEATURES)),
-        WithNorm(gnn.GraphNorm(NUM_FEATURES), batch_size=1),
-        WithNorm(gnn.LayerNorm(NUM_FEATURES)),
-        WithNorm(gnn.InstanceNorm(NUM_FEATURES)),
-        WithNorm(gnn.PairNorm()),
-        WithNorm(gnn.GraphSizeNorm()),
-        WithNorm(gnn.GraphNorm(NUM_FEATURES), pools=True),  # a batch of one graph
+        (gnn.GraphNorm(WIDTH), {}),
+        (gnn.GraphNorm(WIDTH), {"batch_size": 1}),
+        (gnn.LayerNorm(WIDTH), {}),
+        (gnn.InstanceNorm(WIDTH), {}),
+        (gnn.PairNorm(), {}),
+        (gnn.GraphSizeNorm(), {}),
+        (gnn.GraphNorm(WIDTH), {"pools": True}),  # a batch of one graph
     ],
 )
-def test_a_batch_vector_of_zeros_is_one_graph(net: WithNorm) -> None:
+def test_a_batch_vector_of_zeros_is_one_graph(norm: nn.Module, options: dict[str, Any]) -> None:
     """Which trains in chunks, behind an exact step, unless it is pooled."""
+    net = Normed(norm, passes_batch=True, **options)
     data, plain = draw_batch((40,)), copy.deepcopy(net)
-    engine = make_engine(net, num_chunks=4)
+    engine = one_process_engine(net, num_chunks=4)
+    engine.attach()
     net.float()  # PyG's LayerNorm adds eps elsewhere where it is given a batch vector
     data.x = data.x.float()
     for step, num_chunks in enumerate((1, 1 if net.pools else 4)):

@@ -18,7 +18,7 @@ from lightning_gnnpipe import (
 )
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.steps import Controls
-from tests.helpers.observed import make_data, make_module, make_trainer
+from tests.helpers.observed import fit, make_data, make_module
 
 
 @pytest.mark.parametrize(
@@ -44,16 +44,10 @@ def test_arguments_are_checked(
             make(value)
 
 
-@pytest.mark.parametrize(
-    "callback",
-    [
-        ChunkProgress(),
-        PipelineMonitor(),
-        StalenessMonitor(),
-        StalenessWarmup(1),
-        TimelineCallback(),
-    ],
-)
+CALLBACKS = ChunkProgress(), PipelineMonitor(), StalenessMonitor(), StalenessWarmup(1)
+
+
+@pytest.mark.parametrize("callback", [*CALLBACKS, TimelineCallback()])
 def test_callbacks_need_the_strategy(callback: L.Callback) -> None:
     trainer = L.Trainer(accelerator="cpu", devices=1, callbacks=[callback], logger=False)
     name = type(callback).__name__
@@ -62,7 +56,6 @@ def test_callbacks_need_the_strategy(callback: L.Callback) -> None:
 
 
 def test_callbacks_leave_the_switches_off() -> None:
-    trainer = make_trainer(1, 4, StalenessWarmup(9), StalenessMonitor())
-    trainer.fit(make_module(), make_data())
+    trainer = fit(1, StalenessWarmup(9), StalenessMonitor())
     assert isinstance(trainer.strategy, GNNPipeStrategy)
     assert trainer.strategy.controls == Controls()

@@ -12,16 +12,12 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning_gnnpipe import ChunkProgress
 from lightning_gnnpipe.callbacks import monitor
 from lightning_gnnpipe.steps import Controls
-from tests.helpers.observed import make_data, make_module, make_trainer
+from tests.helpers.observed import fit
 
 
 @pytest.fixture(autouse=True)
 def interval(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "_INTERVAL_S", 0.0)
-
-
-def fit(num_stages: int, *callbacks: L.Callback, **options: Any) -> None:
-    make_trainer(num_stages, 4, *callbacks, **options).fit(make_module(), make_data())
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])

@@ -19,7 +19,7 @@ from lightning_gnnpipe import (
     StalenessWarmup,
 )
 from lightning_gnnpipe.engine import PipelineEngine
-from tests.helpers.observed import make_data, make_module, make_trainer
+from tests.helpers.observed import fit
 
 NUM_EPOCHS = 7
 MAKE: dict[str, Callable[[], L.Callback]] = {
@@ -49,11 +49,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
-def run(asked: list[dict[str, Any]], *names: str, **kwargs: Any) -> list[dict[str, Any]]:
+def run(asked: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
     asked.clear()
-    callbacks = [MAKE[name]() for name in names]
-    trainer = make_trainer(1, 4, *callbacks, max_epochs=NUM_EPOCHS, **kwargs)
-    trainer.fit(make_module(), make_data())
+    fit(1, *(MAKE[name]() for name in names), max_epochs=NUM_EPOCHS)
     assert len(asked) == NUM_EPOCHS
     return list(asked)
 

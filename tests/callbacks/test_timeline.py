@@ -14,7 +14,7 @@ from matplotlib import image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_gnnpipe import TimelineCallback
-from tests.helpers.observed import make_data, make_module, make_trainer
+from tests.helpers.observed import fit
 
 
 def actions_in(path: Path) -> list[tuple[int, str, int]]:
@@ -30,7 +30,7 @@ def test_the_chosen_epoch_is_drawn_and_traced(num_stages: int, tmp_path: Path) -
     """Epoch 0 is exact: one chunk; in epoch 1 there are four, forth and back on each stage."""
     folder = tmp_path / "new"
     callbacks = [TimelineCallback(epoch, folder) for epoch in (0, 1)]
-    make_trainer(num_stages, 4, *callbacks).fit(make_module(), make_data())
+    fit(num_stages, *callbacks)
     files = sorted(path.name for path in folder.iterdir())
     assert files == [f"timeline_epoch_{e}.{kind}" for e in (0, 1) for kind in ("json", "png")]
     for epoch, num_chunks in enumerate((1, 4)):
@@ -41,7 +41,7 @@ def test_the_chosen_epoch_is_drawn_and_traced(num_stages: int, tmp_path: Path) -
 
 def test_the_last_epoch_is_drawn_by_default(tmp_path: Path) -> None:
     callback = TimelineCallback()
-    make_trainer(1, 4, callback, default_root_dir=tmp_path).fit(make_module(), make_data())
+    fit(1, callback, default_root_dir=tmp_path)
     assert callback.png_path == tmp_path / "timeline_epoch_2.png"
     assert callback.png_path.is_file()
     assert callback.trace_path == tmp_path / "timeline_epoch_2.json"
@@ -49,7 +49,7 @@ def test_the_last_epoch_is_drawn_by_default(tmp_path: Path) -> None:
 
 def test_files_lie_with_the_first_logger_and_tensorboard_shows_the_picture(tmp_path: Path) -> None:
     loggers = CSVLogger(tmp_path, version=0), TensorBoardLogger(tmp_path, name="tb", version=0)
-    make_trainer(2, 4, TimelineCallback(1), logger=loggers).fit(make_module(), make_data())
+    fit(2, TimelineCallback(1), logger=loggers)
     assert (tmp_path / "lightning_logs/version_0/timeline_epoch_1.png").is_file()
     events = EventAccumulator(str(tmp_path / "tb/version_0"), size_guidance={"images": 0})
     events.Reload()
@@ -61,6 +61,6 @@ def test_files_lie_with_the_first_logger_and_tensorboard_shows_the_picture(tmp_p
 
 def test_an_epoch_that_never_came_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "lightning_gnnpipe"):
-        make_trainer(1, 4, TimelineCallback(7, tmp_path)).fit(make_module(), make_data())
-    assert "training ended before epoch 7" in caplog.text
+        fit(1, TimelineCallback(7, tmp_path))
+    assert "trained no step of epoch 7" in caplog.text
     assert not list(tmp_path.iterdir())

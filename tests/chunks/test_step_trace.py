@@ -13,10 +13,10 @@ import psutil
 import pytest
 import torch
 
-from lightning_gnnpipe.chunks import PipelineStats, TraceEvent, phases
+from lightning_gnnpipe.chunks import TraceEvent, phases
 from lightning_gnnpipe.chunks import step_trace as memory
 from lightning_gnnpipe.chunks.step_trace import RankRecord, merge_stats, peak_memory_bytes
-from lightning_gnnpipe.comm import Exchange, Transport
+from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.report import chrome_trace, draw_timeline, timeline_title
 from tests.helpers.observed import NUM_LAYERS, make_data, make_module, make_trainer
 from tests.helpers.steps import make_stats
@@ -53,7 +53,7 @@ def test_waiting_for_a_slow_shard_is_no_computing(
     """Shard 1 is late at each exchange: shard 0 has waited for that long, shard 1 has not."""
     late_s, exchange = 0.15, Transport.exchange  # much longer than a busy machine holds up a rank
 
-    def late(transport: Transport, *args: Any) -> Exchange:
+    def late(transport: Transport, *args: Any) -> Any:
         if transport.world.rank == 1:
             time.sleep(late_s)
         return exchange(transport, *args)
@@ -100,18 +100,8 @@ def test_the_peak_grows_with_what_was_held(
     del held
 
 
-def stats_of(*rows: str, num_virtual: int) -> PipelineStats:
-    """Return the figures of rows such as ``0F0 .. 0B0``, slots of 100 us."""
-    records = []
-    for rank, row in enumerate(rows):
-        slots = enumerate(row.split())
-        events = [TraceEvent(rank, a, 100.0 * i, 100.0 * (i + 1)) for i, a in slots if a != ".."]
-        records.append(RankRecord(events, {}, 0))
-    return merge_stats(records, len(rows) * num_virtual, 2, False, 1, num_virtual)
-
-
 def test_a_step_that_alternates_is_one_phase(tmp_path: Path) -> None:
-    stats = stats_of("0F0 0F1 .. 0B0 .. 0B1", ".. 1F0 1B0 1F1 1B1 ..", num_virtual=1)
+    stats = make_stats("F0 F1 .. B0 .. B1", ".. F0 B0 F1 B1 ..")
     assert phases(stats.events) == [(0, 600)]
     assert stats.wait_s == pytest.approx((2e-4, 2e-4))
     assert stats.bubble_frac == pytest.approx(1 / 3)
@@ -122,7 +112,7 @@ def test_a_step_that_alternates_is_one_phase(tmp_path: Path) -> None:
 
 
 def test_ranks_of_several_stages_have_names_of_their_own() -> None:
-    stats = stats_of("0F0 2F0 .. .. 2B0 0B0", ".. 1F0 3F0 3B0 1B0 ..", num_virtual=2)
+    stats = make_stats("0F0 2F0 .. .. 2B0 0B0", ".. 1F0 3F0 3B0 1B0 ..", num_virtual=2)
     assert stats.rank_names() == [["rank 0"], ["rank 1"]]
     assert (stats.num_stages, stats.num_shards, stats.num_virtual) == (4, 1, 2)
     assert "(at best 20.0%)" in timeline_title(stats)

@@ -63,7 +63,7 @@ def exchange(transport: Transport) -> None:
             tensors = [torch.full(size, chunk), torch.ones(2).double()]
             transport.send(1, Label("forward", chunk), tensors)
         transport.flush()
-        assert transport.meter.read() == {}
+        assert transport.meter == {}
         return
     for chunk, size in enumerate(SIZES):
         buffers = [torch.empty(size, dtype=torch.int64), torch.empty(2).double()]
@@ -72,7 +72,7 @@ def exchange(transport: Transport) -> None:
         first, second = transport.wait_receive(Label("forward", chunk))
         assert first.shape == SIZES[chunk] and bool((first == chunk).all())
         assert second.sum() == 2
-    assert transport.meter.read() == {"forward": 11 * 2 * 8 + 4 * 2 * 8}
+    assert transport.meter == {"forward": 11 * 2 * 8 + 4 * 2 * 8}
 
 
 def leave_behind(transport: Transport) -> None:
@@ -83,7 +83,7 @@ def leave_behind(transport: Transport) -> None:
     before = threading.active_count(), signal.set_wakeup_fd(-1)
     transport.begin_run(lambda: False)
     assert threading.active_count() == before[0] + 1
-    transport.end_run()
+    transport.watch.stop()
     assert (threading.active_count(), signal.set_wakeup_fd(-1)) == before
     if transport.mesh.is_first:
         transport.send(1, label, [torch.ones(3)])
@@ -174,7 +174,7 @@ def test_ranks_of_some_stages_get_the_same_bits(
                 total = sum_along_pipe(transport, own, some, "tied_grad", number, num_flags=1)
                 totals.append(total)
             assert own[1] == 1  # as it was
-        torch.save((totals, transport.meter.read()), tmp_path / f"{rank}.pt")
+        torch.save((totals, dict(transport.meter)), tmp_path / f"{rank}.pt")
 
     run(work, tmp_path, (num_stages, num_shards))
     num_ranks = num_stages * num_shards

@@ -19,12 +19,8 @@ def on_train_epoch_start(self):
 
 def toggled(name: str, init: str, change: str, use: str, *, oracle: bool = False) -> Habit:
     """Return a habit: forward reads something that changes after the first epoch."""
-    return Habit(
-        name,
-        {"net_init": init, "in_layer": use, "methods": epoch_start(change)},
-        oracle=oracle,
-        group="epoch_start",
-    )
+    slots = {"net_init": init, "in_layer": use, "methods": epoch_start(change)}
+    return Habit(name, slots, oracle=oracle, group="epoch_start")
 
 
 # Inputs of a step that differ from those of the step before.
@@ -32,24 +28,14 @@ INPUTS = [
     Habit("new features each step", {"step_start": "x = x + 0.1 * (x + self.global_step).sin()"}),
     Habit("noise from torch", {"step_start": "x = x + 0.1 * torch.randn_like(x)"}),
     Habit("features scaled in place", {"step_start": "x.mul_(0.9)"}),
-    Habit(
-        "known labels as features",
-        {
-            "step_start": "known = (torch.arange(x.size(0)) + self.global_step) % 2 == 0\n"
-            "x = torch.cat([x[:, :2], F.one_hot(data.y, 3) * known[:, None]], 1)"
-        },
-    ),
-    Habit(
-        "two views in turn",
-        {"step_start": "x = x if self.global_step % 2 == 0 else x.flip(1)"},
-    ),
-    Habit(
-        "edges dropped each step",
-        {"step_start": "edge_index = edge_index[:, torch.arange(edge_index.size(1)) % 3 != "
-                       "self.global_step % 3]"},
-        oracle=False,
-        needs=frozenset({"edges alone"}),
-    ),
+    Habit("known labels as features",
+          {"step_start": "known = (torch.arange(x.size(0)) + self.global_step) % 2 == 0\n"
+                         "x = torch.cat([x[:, :2], F.one_hot(data.y, 3) * known[:, None]], 1)"}),
+    Habit("two views in turn", {"step_start": "x = x if self.global_step % 2 == 0 else x.flip(1)"}),
+    Habit("edges dropped each step",
+          {"step_start": "edge_index = edge_index[:, torch.arange(edge_index.size(1)) % 3 != "
+                         "self.global_step % 3]"},
+          oracle=False, needs=frozenset({"edges alone"})),
     Habit("validation on another graph",
           {"loaders": "val = DataLoader([make_graph(1)], batch_size=None)"}),
 ]  # fmt: skip
@@ -165,9 +151,9 @@ OUTPUTS = [
 ]  # fmt: skip
 
 
-def hooked(name: str, init: str, *, needs: frozenset[str] = frozenset()) -> Habit:
+def hooked(name: str, init: str) -> Habit:
     """Return a habit: a hook is registered at the start."""
-    return Habit(name, {"init": init}, oracle=False, needs=needs)
+    return Habit(name, {"init": init}, oracle=False)
 
 
 _SEE = "lambda *a: self.see('hook', a[-1].detach().norm())"
@@ -216,14 +202,9 @@ self.scores = MetricCollection({'a': MulticlassAccuracy(3), 'f': MulticlassF1Sco
 """
 
 
-def optimized(name: str, body: str, *, needs: frozenset[str] = frozenset()) -> Habit:
+def optimized(name: str, body: str) -> Habit:
     """Return a habit: another optimizer."""
-    return Habit(name, optimizer=body, group="optimizer", needs=needs)
-
-
-def called_back(name: str, callbacks: str, trainer: str = "", *, oracle: bool = True) -> Habit:
-    """Return a habit: callbacks of Lightning."""
-    return Habit(name, callbacks=callbacks, trainer=trainer, oracle=oracle)
+    return Habit(name, optimizer=body, group="optimizer")
 
 
 # Lightning's settings.
@@ -260,14 +241,11 @@ SETTINGS = [
               "schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)\n"
               "return {'optimizer': optimizer, "
               "'lr_scheduler': {'scheduler': schedule, 'monitor': 'train_loss'}}"),
-    called_back("early stop",
-                "L.pytorch.callbacks.EarlyStopping('train_loss', patience=1, mode='max')"),
-    called_back("stochastic averages",
-                "L.pytorch.callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1, "
-                "annealing_epochs=1)", oracle=False),
-    called_back("averages by Lightning", "L.pytorch.callbacks.EMAWeightAveraging(decay=0.5)",
-                oracle=False),
-    called_back("validation now and then", "", "check_val_every_n_epoch=2"),
+    Habit("early stop", callbacks="EarlyStopping('train_loss', patience=1, mode='max')"),
+    Habit("stochastic averages", oracle=False,
+          callbacks="StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1)"),
+    Habit("averages by Lightning", callbacks="EMAWeightAveraging(decay=0.5)", oracle=False),
+    Habit("validation now and then", trainer="check_val_every_n_epoch=2"),
     Habit("evaluated before",
           {"loaders": "trainer.validate(module, val or train, verbose=False)\n"
                       "module.seen.clear()\n"

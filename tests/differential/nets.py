@@ -125,10 +125,9 @@ class NetDraw:
     @property
     def has(self) -> set[str]:
         """What habits may need."""
-        found = {"tie"} if self.layers[:2] == ("GCN", "GCN") else set[str]()
-        if len(set(self.layers)) == 1 and self.layers[0] in ("GCN", "SAGE", "GAT"):
-            found.add("alike")
-        return found
+        is_alike = self.layers[0] in ("GCN", "SAGE", "GAT") and len(set(self.layers)) == 1
+        found = {"tie": self.layers[:2] == ("GCN", "GCN"), "alike": is_alike}
+        return {name for name, is_there in found.items() if is_there}
 
 
 def draw_net(random: Random, graph: GraphDraw) -> NetDraw:
@@ -162,9 +161,7 @@ def _extra(draw: NetDraw, graph: GraphDraw) -> list[str]:
 
 def net_text(draw: NetDraw, graph: GraphDraw) -> str:
     """Return the class."""
-    takes = {CONVS[layer][1] for layer in draw.layers}
-    arguments = [*(["edge_weight=None"] if "weight" in takes and graph.weights else [])]
-    arguments += ["edge_attr=None"] if "attr" in takes else []
+    arguments = [f"{name}=None" for name in _extra(draw, graph)]
     convs = ",\n".join(f"            {CONVS[layer][0]}" for layer in draw.layers)
     norm = NORMS[draw.norm][0]
     jump = f"gnn.JumpingKnowledge('{draw.jump}', 8, {len(draw.layers)})" if draw.jump else None
@@ -186,7 +183,7 @@ def net_text(draw: NetDraw, graph: GraphDraw) -> str:
         "        <<forward_start>>",
         "        x = x0 = self.lin_in(x)",
         *(["        xs = []"] if jump else []),
-        *_layer_lines(draw, "edge_weight=None" in arguments),
+        *_layer_lines(draw, graph.weights),
         *(["        x = self.jump(xs)"] if jump else []),
         "        <<forward_end>>",
         "        out = self.lin_out(x)",

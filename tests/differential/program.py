@@ -103,6 +103,7 @@ from tempfile import mkdtemp
 import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import *
 from torch import nn
 from torch.utils.data import DataLoader
 from torch_geometric import nn as gnn

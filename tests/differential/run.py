@@ -45,19 +45,21 @@ class Finding:
         return re.sub(r"\d+", "N", re.sub(r"'[^']*'", "'…'", text))[:160]
 
 
-def run_draw(draw: Draw, tell: Callable[[str], None]) -> list[Finding]:
-    """Return what came out of a draw under each of its settings, whose names `tell` is given."""
+def run_draw(draw: Draw, only: Setting | None, begin: Callable[[str], object]) -> list[Finding]:
+    """Return what came out of a draw under `only` one or each of its settings.
+
+    `begin` is called with the name of each setting.
+    """
     known: dict[str, Any] = {}
     findings = []
-    for setting in draw.settings():
-        tell(setting.name)
-        findings.append(run_setting(draw, setting, known))
+    for setting in [only] if only else draw.settings():
+        begin(setting.name)
+        findings.append(_run_setting(draw, setting, known))
     return findings
 
 
-def run_setting(draw: Draw, setting: Setting, known: dict[str, Any] | None = None) -> Finding:
+def _run_setting(draw: Draw, setting: Setting, known: dict[str, Any]) -> Finding:
     """Return what came out of a draw under a setting; `known` is what was expected before."""
-    known = {} if known is None else known
     if setting.expected not in known:
         known[setting.expected] = _results(draw, setting.expected)
     expected = known[setting.expected]
@@ -91,8 +93,7 @@ def _results(draw: Draw, arguments: str) -> dict[str, Tensor] | Exception:
 
 def _load(path: Path, text: str) -> ModuleType:
     path.write_text(text)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

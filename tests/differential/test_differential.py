@@ -11,15 +11,15 @@ from tests.differential.draw import draw_of
 from tests.differential.habits import HABITS
 from tests.differential.nets import GraphDraw, NetDraw
 from tests.differential.program import SETTINGS, Habit, script_of
-from tests.differential.workers import Workers
+from tests.differential.workers import run_tasks
 
 LIMIT_S = 120.0
 
 
-def failures(seeds: range, start_method: str) -> list[str]:
+def failures(seeds: range) -> list[str]:
     """Return what fails, each with its program."""
     tasks = [(draw_of(seed), None) for seed in seeds]
-    findings = [one for found in Workers(2, LIMIT_S, start_method).run(tasks) for one in found]
+    findings = [one for found in run_tasks(tasks, 2, LIMIT_S) for one in found]
     assert {finding.kind for finding in findings} & {"equal"}
     return [
         f"{one.kind}: {one.text[:2000]}\n{script_of(one.draw, one.setting)}"
@@ -29,22 +29,16 @@ def failures(seeds: range, start_method: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_few_draws() -> None:
-    """With stale rows, and some on two stages."""
-    assert failures(range(72, 78), "fork") == []
+def test_many_draws() -> None:
+    assert failures(range(500)) == []
 
 
 def test_weights_that_autograd_has_saved_outlast_a_new_trace_before_backward() -> None:
     names = ("_dict", "net in eval for a pass", "weight penalty")
     habits = tuple(habit for habit in HABITS if habit.name in names)
     drawn = replace(draw_of(225), net=NetDraw(("GCN", "GCN")), graph=GraphDraw(), habits=habits)
-    [[found]] = Workers(1, LIMIT_S, "fork").run([(drawn, SETTINGS["exact, two stages"])])
+    [[found]] = run_tasks([(drawn, SETTINGS["exact, two stages"])], 1, LIMIT_S)
     assert found.kind == "equal", found.text
-
-
-@pytest.mark.slow
-def test_many_draws() -> None:
-    assert failures(range(500), "spawn") == []
 
 
 def test_every_program_can_be_read() -> None:
@@ -76,5 +70,5 @@ def test_faults_are_found() -> None:
         slots = {"loss": f"if 'Pipe' in type(self.trainer.strategy).__name__:\n    {lines}"}
         draw = replace(draw_of(seed), habits=(Habit(kind, slots),))
         tasks.append((draw, SETTINGS["one chunk"]))
-    found = [one for [one] in Workers(2, 8, "fork").run(tasks)]
+    found = [one for [one] in run_tasks(tasks, 2, limit_s=8)]
     assert {one.draw.habits[0].name: one.kind for one in found} == {kind: kind for kind in FAULTS}

@@ -7,6 +7,7 @@ many waits, so none belongs to a chunk.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from lightning_gnnpipe.batches.early import _fill
 from lightning_gnnpipe.calls import GraphBatch, GraphRows, Kind
 from lightning_gnnpipe.calls.graph_batch import LeafRows
 from lightning_gnnpipe.codecs import get_codec
+from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.engine.resume import load_ranks, save_rank
 from lightning_gnnpipe.models import GCNII
 from lightning_gnnpipe.staleness import METHODS, HistoryStore
@@ -34,7 +36,9 @@ N, D, NUM_LAYERS = 48, 4, 2
 class Stack(nn.Module):
     """Two equal layers."""
 
-    def __init__(self, make: Callable[[], nn.Module], norm: Callable[[], nn.Module]) -> None:
+    def __init__(
+        self, make: Callable[[], nn.Module], norm: Callable[[], nn.Module] = nn.Identity
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(make() for _ in range(NUM_LAYERS))
         self.norms = nn.ModuleList(norm() for _ in range(NUM_LAYERS))
@@ -61,21 +65,10 @@ class LateCopies(HostCopies):
         return wait
 
 
-def sums() -> nn.Module:
-    return GCNII(D, D, D, NUM_LAYERS, dropout=0.5)
-
-
-def means() -> nn.Module:
-    return Stack(lambda: gnn.SAGEConv(D, D), nn.Identity)
-
-
-def messages() -> nn.Module:
-    return Stack(lambda: gnn.TransformerConv(D, D), nn.Identity)
-
-
-def statistics() -> nn.Module:
-    return Stack(lambda: gnn.GCNConv(D, D), lambda: nn.BatchNorm1d(D))
-
+sums = partial(GCNII, D, D, D, NUM_LAYERS, dropout=0.5)
+means = partial(Stack, partial(gnn.SAGEConv, D, D))
+messages = partial(Stack, partial(gnn.TransformerConv, D, D))
+statistics = partial(Stack, partial(gnn.GCNConv, D, D), partial(nn.BatchNorm1d, D))
 
 # name: (network, options of the engine, the most operations for one chunk in one layer)
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int]] = {
@@ -104,18 +97,21 @@ def inputs() -> tuple[Tensor, Tensor]:
     return torch.randn(N, D), edges
 
 
+def engine_of(net: nn.Module, num_chunks: int, **options: Any) -> PipelineEngine:
+    options = {"method": METHODS["drift"], "self_check": False, **options}
+    return one_process_engine(net, partition=torch.arange(N) * num_chunks // N, **options)
+
+
 def train(
     name: str, num_chunks: int, counted: Card | None = None
 ) -> tuple[list[Tensor], dict[str, int], int]:
     """Return the third step's results, waits and operations; the first step is exact."""
     make, options, _ = CASES[name]
-    options = {"method": METHODS["drift"], "self_check": name == "sums", **options}
     torch.manual_seed(0)
     net, given = make(), inputs()
     if counted is not None:
-        net, given = put(net), (OnCard(given[0]), OnCard(given[1]))
-    partition = torch.arange(N) * num_chunks // N
-    engine = one_process_engine(net, partition=partition, **options)
+        net, given = put(net), tuple(map(OnCard, given))
+    engine = engine_of(net, num_chunks, self_check=name == "sums", **options)
     for step in range(3):
         engine.set_step(step_index=step)
         engine.controls.records_staleness = name == "recorded"
@@ -151,13 +147,9 @@ def test_chunks_on_a_card(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (more_ops - num_ops) / 3 / NUM_LAYERS <= CASES[name][2]
 
 
-def waits_of(net: nn.Module, num_chunks: int, counted: Card, *, validates: bool) -> int:
-    """Return the waits of a third step, or of a validation after three."""
-    given = tuple(map(OnCard, inputs()))
-    partition = torch.arange(N) * num_chunks // N
-    engine = one_process_engine(
-        put(net), partition=partition, method=METHODS["drift"], self_check=False
-    )
+def waits_of(net: nn.Module, counted: Card, *, validates: bool = False) -> int:
+    """Return the waits of a third step of three chunks, or of a validation after it."""
+    given, engine = tuple(map(OnCard, inputs())), engine_of(put(net), 3)
     for step in range(3):
         engine.set_step(step_index=step)
         counted.clear()
@@ -174,9 +166,8 @@ def waits_of(net: nn.Module, num_chunks: int, counted: Card, *, validates: bool)
 def test_flipped_edges_are_compared_in_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "DEVICE", CUDA)
     with card() as counted:
-        plain = waits_of(means(), 3, counted, validates=False)
-        net = Stack(lambda: gnn.DirGNNConv(gnn.SAGEConv(D, D)), nn.Identity)
-        flipped = waits_of(net, 3, counted, validates=False)
+        plain = waits_of(means(), counted)
+        flipped = waits_of(Stack(lambda: gnn.DirGNNConv(gnn.SAGEConv(D, D))), counted)
     assert flipped - plain == 3 * NUM_LAYERS  # chunks, layers
 
 
@@ -185,8 +176,8 @@ def test_a_validation_that_replaces_running_statistics_does_not_wait(
 ) -> None:
     monkeypatch.setattr(engines, "DEVICE", CUDA)
     with card() as counted:
-        with_norms = waits_of(statistics(), 3, counted, validates=True)
-        assert with_norms == waits_of(means(), 3, counted, validates=True)
+        with_norms = waits_of(statistics(), counted, validates=True)
+        assert with_norms == waits_of(means(), counted, validates=True)
 
 
 @pytest.mark.parametrize("name", ["int1", "int8", "bf16"])
@@ -252,18 +243,13 @@ def test_rows_on_the_host_are_read_when_they_have_arrived(name: str, recompute: 
 
 def test_late_rows_are_saved_loaded_and_kept_in_snapshots() -> None:
     torch.manual_seed(0)
-    engine = one_process_engine(
-        messages(),
-        partition=torch.arange(N) * 4 // N,
-        method=METHODS["gnnpipe"],
-        history_device=torch.device("cpu:0"),
-    )
+    elsewhere = torch.device("cpu:0")
+    engine = engine_of(messages(), 4, method=METHODS["gnnpipe"], history_device=elsewhere)
     given = inputs()
     for step in range(2):
         engine.set_step(step_index=step)
         engine.forward(given, {}).sum().backward()
     store = engine.graphs.trained.store
-    assert isinstance(store, HistoryStore)
     for key in store:
         saved = store.save(key)
         assert saved["rows"].isfinite().all() and saved["kept"].isfinite().all()
@@ -277,10 +263,7 @@ def test_saved_rows_of_the_host_do_not_go_through_the_card(monkeypatch: pytest.M
     loaded: list[Tensor] = []
     monkeypatch.setattr(engines, "DEVICE", CUDA)
     with card():
-        partition = torch.arange(N) * 4 // N
-        engine = one_process_engine(
-            put(messages()), partition=partition, history_device=HOST, self_check=False
-        )
+        engine = engine_of(put(messages()), 4, history_device=HOST)
         engine.forward(tuple(map(OnCard, inputs())), {}).sum().backward()
         own = engine.graphs.trained
         saved, segments = save_rank(own), {key.segment for key in own.store}

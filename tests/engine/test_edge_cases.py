@@ -12,21 +12,13 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.passing import whole
+from tests.engine.test_gradients import CHUNKS, WHOLE, Batch, D, make_batch
 from tests.helpers.engines import one_process_engine
 
-N, D = 23, 6
-WHOLE, CHUNKS = torch.zeros(N, dtype=torch.int64), torch.arange(N) % 3
 UPSTREAM = {"flow": "target_to_source"}
 
 
-def make_batch() -> dict[str, Tensor]:
-    number = torch.arange(56)
-    edges = torch.stack([(number * 7 + number // 9) % N, (number * 5 + 1) % N])
-    torch.manual_seed(0)
-    return {"x": torch.randn(N, D), "edge_index": edges, "edge_weight": torch.rand(56)}
-
-
-def step(engine: PipelineEngine, number: int, batch: dict[str, Tensor]) -> Tensor:
+def step(engine: PipelineEngine, number: int, batch: Batch) -> Tensor:
     engine.set_step(step_index=number)
     found = engine.forward((), batch)
     found.sum().backward()
@@ -57,31 +49,23 @@ class Weighted(nn.Module):
     ],
 )
 def test_one_chunk_is_pyg_in_any_direction(make: Callable[[], nn.Module], is_flipped: bool) -> None:
+    torch.manual_seed(0)
     batch, net = make_batch(), Weighted(make(), is_flipped)
     expected = net(**batch)
     found = one_process_engine(net, partition=WHOLE).forward((), batch)
     torch.testing.assert_close(found, expected)
 
 
-class OneConv(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = gnn.GCNConv(D, D)
-
-    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
-        return self.conv(x, edge_index, edge_weight)
-
-
-class Clamped(OneConv):
-    """Overwrites its edge weights."""
-
-    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
-        return self.conv(x, edge_index, edge_weight.clamp_(max=0.3))
+def weighted(*before: Any) -> nn.Module:
+    """Return a layer with edge weights, after what is done `before`."""
+    layers = [*before, (gnn.GCNConv(D, D), "x, edge_index, edge_weight -> x")]
+    return gnn.Sequential("x, edge_index, edge_weight", layers)
 
 
 @pytest.mark.parametrize("partition", [WHOLE, CHUNKS])
 def test_overwritten_edge_weights_count_in_every_mode(partition: Tensor) -> None:
-    batch, net = make_batch(), Clamped()
+    clamp = (lambda weight: weight.clamp_(max=0.3)), "edge_weight -> edge_weight"
+    batch, net = make_batch(), weighted(clamp)
     expected = net(**{**batch, "edge_weight": batch["edge_weight"].clone()}).detach()
     engine = one_process_engine(net, partition=partition)
     for number in range(2):
@@ -93,19 +77,13 @@ def test_overwritten_edge_weights_count_in_every_mode(partition: Tensor) -> None
 
 
 def test_edge_weights_that_begin_to_need_gradients_are_exact_once() -> None:
-    batch, net = make_batch(), OneConv()
+    batch, net = make_batch(), weighted()
     engine = one_process_engine(net, partition=CHUNKS)
     expected = net(**batch).detach()
     for number in range(5):
         batch["edge_weight"].requires_grad_(number >= 2)
         torch.testing.assert_close(step(engine, number, batch), expected)
     assert batch["edge_weight"].grad is not None
-
-
-def two_weights() -> nn.Module:
-    calls = [f"x, edge_index, {name} -> x" for name in ("edge_weight", "edge_2") * 2]
-    layers = [(gnn.GCNConv(D, D), call) for call in calls]
-    return gnn.Sequential("x, edge_index, edge_weight, edge_2", layers)
 
 
 def test_two_weights_are_normalised_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +95,9 @@ def test_two_weights_are_normalised_once_each(monkeypatch: pytest.MonkeyPatch) -
         original(self, *args)
 
     monkeypatch.setattr(whole.WholeEdges, "__init__", count)
-    batch, net = make_batch(), two_weights()
+    calls = [f"x, edge_index, {name} -> x" for name in ("edge_weight", "edge_2") * 2]
+    layers = [(gnn.GCNConv(D, D), call) for call in calls]
+    net, batch = gnn.Sequential("x, edge_index, edge_weight, edge_2", layers), make_batch()
     batch["edge_2"] = batch["edge_weight"] + 1
     expected = net(**batch).detach()
     engine = one_process_engine(net, partition=CHUNKS)

@@ -45,7 +45,7 @@ def test_exact_steps_are_not_to_blame() -> None:
 
 
 def test_it_goes_on_from_what_a_checkpoint_keeps() -> None:
-    guard = LossGuard()
+    guard, other = LossGuard(), LossGuard()
     assert not jumps(guard, *FALLING)
-    other = LossGuard(guard.losses, guard.num_steps, was_exact=guard.was_exact)
+    other.losses, other.num_steps, other.was_exact = guard.losses, guard.num_steps, guard.was_exact
     assert jumps(other, 20.0) == [0]

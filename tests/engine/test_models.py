@@ -16,6 +16,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.graph import tensors_in
 from lightning_gnnpipe.layers import check_support
 from tests.helpers.engines import one_process_engine
 
@@ -43,24 +44,24 @@ def make_batch() -> dict[str, Any]:
     return {"x": x, "edge_index": edge_index, "edge_attr": edge_attr, "data": data}
 
 
-def flat(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output]
-    items = output.values() if isinstance(output, dict) else output
-    return [t for item in items for t in flat(item)]
+def wave(like: Tensor) -> Tensor:
+    return torch.sin(torch.arange(like.numel())).view_as(like)
 
 
 def loss_of(output: Any) -> Tensor:
-    return sum((t * torch.sin(torch.arange(t.numel())).view_as(t)).sum() for t in flat(output))
+    return sum((t * wave(t)).sum() for t in tensors_in(output))
 
 
-def assert_trains_as_plain(net: nn.Module, *names: str) -> None:
+ON_FEATURES, ON_EDGES = ("x", "edge_index"), ("x", "edge_index", "edge_attr")
+
+
+def assert_trains_as_plain(net: nn.Module, names: tuple[str, ...] = ON_FEATURES) -> None:
     """An exact step equals plain PyG; a step in chunks after it has the same outputs."""
     net = net.double()
     for parameter in net.parameters():
-        parameter.data += 0.05 * torch.sin(torch.arange(parameter.numel())).view_as(parameter)
+        parameter.data += 0.05 * wave(parameter)
     batch = make_batch()
-    kwargs = {name: batch[name] for name in names or ("x", "edge_index")}
+    kwargs = {name: batch[name] for name in names}
     check_support(net, num_chunks=3)
     engine = one_process_engine(net, partition=PARTITION)
     buffers = {name: b.clone() for name, b in net.named_buffers()}
@@ -73,8 +74,8 @@ def assert_trains_as_plain(net: nn.Module, *names: str) -> None:
     for step in range(2):
         engine.set_step(step_index=step)
         found = engine.forward((), kwargs)
-        for ours, theirs in zip(flat(found), flat(expected), strict=True):
-            torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-10, atol=1e-10)
+        ours, theirs = list(tensors_in(found)), list(tensors_in(expected))
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
         loss_of(found).backward()
         ours = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
         assert ours.keys() == grads.keys()
@@ -101,9 +102,8 @@ class DeeperGCN(nn.Module):
         self.layers = nn.ModuleList()
         for i in range(3):
             conv = gnn.GENConv(D, D, aggr="softmax", learn_t=True, num_layers=2, norm="layer")
-            self.layers.append(
-                gnn.DeepGCNLayer(conv, norm(D), nn.ReLU(), block, dropout=0.0, ckpt_grad=i % 3)
-            )
+            options = {"dropout": 0.0, "ckpt_grad": i % 3}
+            self.layers.append(gnn.DeepGCNLayer(conv, norm(D), nn.ReLU(), block, **options))
         self.lin = nn.Linear(D, C)
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class DeeperGCN(nn.Module):
 @pytest.mark.parametrize("block", ["res+", "res", "plain"])
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
 def test_deeper_gcn(block: str, norm: type[nn.Module]) -> None:
-    assert_trains_as_plain(DeeperGCN(block, norm), *ALL)
+    assert_trains_as_plain(DeeperGCN(block, norm), ON_EDGES)
 
 
 class GNNBlock(nn.Module):
@@ -140,9 +140,8 @@ class RevGNN(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lin1, self.lin2, self.norm = nn.Linear(D, D), nn.Linear(D, C), nn.LayerNorm(D)
-        self.convs = nn.ModuleList(
-            gnn.GroupAddRev(GNNBlock(D // 2), num_groups=2) for _ in range(3)
-        )
+        blocks = (gnn.GroupAddRev(GNNBlock(D // 2), num_groups=2) for _ in range(3))
+        self.convs = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         x = self.lin1(x)
@@ -153,8 +152,8 @@ class RevGNN(nn.Module):
         return self.lin2(self.norm(x).relu())
 
 
-class GCNII(nn.Module):
-    """As in PyG's example."""
+class Checkpointed(nn.Module):
+    """As GCNII in PyG's example, with activation checkpoints by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,37 +169,22 @@ class GCNII(nn.Module):
         x = x_0 = self.lins[0](x).relu()
         for conv in self.convs:
             x = F.dropout(x, self.dropout, training=self.training)
-            x = conv(x, x_0, edge_index)
-            x = x.relu()
-        x = F.dropout(x, self.dropout, training=self.training)
-        x = self.lins[1](x)
-        return x.log_softmax(dim=-1)
-
-
-class Checkpointed(GCNII):
-    """With activation checkpoints by hand."""
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = x_0 = self.lins[0](x).relu()
-        for conv in self.convs:
             x = checkpoint(conv, x, x_0, edge_index, use_reentrant=False).relu()
-        return self.lins[1](x)
+        return self.lins[1](x).log_softmax(dim=-1)
 
 
 def sequential() -> nn.Module:
-    return gnn.Sequential(
-        "x, edge_index",
-        [
-            (nn.Dropout(p=0.0), "x -> x"),
-            (gnn.GCNConv(D, 16), "x, edge_index -> x1"),
-            nn.ReLU(inplace=True),
-            (gnn.GCNConv(16, 16), "x1, edge_index -> x2"),
-            nn.ReLU(inplace=True),
-            (lambda x1, x2: [x1, x2], "x1, x2 -> xs"),
-            (gnn.JumpingKnowledge("cat", 16, num_layers=2), "xs -> x"),
-            nn.Linear(2 * 16, C),
-        ],
-    )
+    layers = [
+        (nn.Dropout(p=0.0), "x -> x"),
+        (gnn.GCNConv(D, 16), "x, edge_index -> x1"),
+        nn.ReLU(inplace=True),
+        (gnn.GCNConv(16, 16), "x1, edge_index -> x2"),
+        nn.ReLU(inplace=True),
+        (lambda x1, x2: [x1, x2], "x1, x2 -> xs"),
+        (gnn.JumpingKnowledge("cat", 16, num_layers=2), "xs -> x"),
+        nn.Linear(2 * 16, C),
+    ]
+    return gnn.Sequential("x, edge_index", layers)
 
 
 class Block(nn.Module):
@@ -308,17 +292,15 @@ class InPlace(nn.Module):
         return x
 
 
-ALL = ("x", "edge_index", "edge_attr")
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
-    "reversible blocks": (RevGNN, ALL[:2]),
-    "GCNII": (GCNII, ALL[:2]),
-    "checkpoints": (Checkpointed, ALL[:2]),
-    "sequential": (sequential, ALL[:2]),
-    "in place": (InPlace, ALL[:2]),
+    "reversible blocks": (RevGNN, ON_FEATURES),
+    "checkpoints": (Checkpointed, ON_FEATURES),
+    "edge updates": (EdgeUpdates, ON_EDGES),
+    "sequential": (sequential, ON_FEATURES),
+    "in place": (InPlace, ON_FEATURES),
     "data": (TakesData, ("data",)),
-    "says its own cut": (Listed, ALL[:2]),
-    "listed blocks": (ListedBlocks, ALL),
-    "edge updates": (EdgeUpdates, ALL),
+    "says its own cut": (Listed, ON_FEATURES),
+    "listed blocks": (ListedBlocks, ON_EDGES),
 }
 
 
@@ -326,7 +308,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_models_train_as_plainly(name: str) -> None:
     make, arguments = MODELS[name]
-    assert_trains_as_plain(make(), *arguments)
+    assert_trains_as_plain(make(), arguments)
 
 
 def run_listed(*listed: Any, partition: Tensor = PARTITION) -> Any:

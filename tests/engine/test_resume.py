@@ -18,11 +18,8 @@ from lightning_gnnpipe.staleness import HistoryOptions, StalenessMethod
 
 # A ring of six nodes.
 EDGES = torch.stack([torch.arange(6), (torch.arange(6) + 1) % 6])
-H, STATISTIC, OTHER = (
-    CallKey(0, "conv", 0, "x"),
-    CallKey(0, "n", 0, "statistics"),
-    CallKey(5, "conv", 0, "x"),
-)
+H, OTHER = (CallKey(segment, "conv", 0, "x") for segment in (0, 5))
+STATISTIC = CallKey(0, "n", 0, "statistics")
 
 
 def planned(assignment: list[int], options: HistoryOptions | None = None) -> Histories:
@@ -44,8 +41,7 @@ def by_node(own: Histories, key: CallKey) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "assignment",
-    [[1, 0, 1, 0, 1, 0], [0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2], [1, 1, 0, 0, 1, 0]],
+    "assignment", [[1, 0, 1, 0, 1, 0], [0, 0, 0, 1, 1, 1], [0, 1, 2, 0, 1, 2], [1, 1, 0, 0, 1, 0]]
 )
 def test_rows_and_snapshots_follow_their_nodes(assignment: list[int]) -> None:
     options = HistoryOptions(StalenessMethod(snapshot_steps=4))

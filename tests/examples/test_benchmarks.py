@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -16,32 +15,17 @@ from torch_geometric.data import Data
 from torch_geometric.utils import erdos_renyi_graph
 
 from lightning_gnnpipe import FullGraphDataModule
-from tests.helpers.scripts import ROOT, modules_of
+from tests.helpers.scripts import ROOT, fixture_of
 
 FOLDER = ROOT / "examples" / "benchmarks"
-NAMES = {
-    "published": ("resumable", "settings", "run_setting", "accuracies", "main"),
-    "dropped_edges": ("cells", "report", "main"),
-    "gradient_bias": ("main",),
-    "multi_host": ("main",),
-}
 
 Modules = dict[str, ModuleType]
 
-
-def modules(name: str) -> Any:
-    """Return a fixture of the modules of a benchmark."""
-
-    @pytest.fixture
-    def found() -> Iterator[Modules]:
-        with modules_of(FOLDER / name, NAMES[name]) as modules:
-            yield modules
-
-    return found
-
-
-published, dropped = modules("published"), modules("dropped_edges")
-bias, multi_host = modules("gradient_bias"), modules("multi_host")
+published = fixture_of(
+    FOLDER / "published", "resumable", "settings", "run_setting", "accuracies", "main"
+)
+dropped = fixture_of(FOLDER / "dropped_edges", "cells", "report", "main")
+bias, multi_host = (fixture_of(FOLDER / name, "main") for name in ("gradient_bias", "multi_host"))
 
 
 def test_the_settings_are_read_and_have_names_of_their_own(published: Modules) -> None:
@@ -130,21 +114,6 @@ def test_one_chunk_is_run_once_a_seed(dropped: Modules) -> None:
     assert warmups == {("dropped", 1), ("constant", 10)}
 
 
-def test_changes_are_those_to_one_chunk_of_the_same_seed(dropped: Modules, tmp_path: Path) -> None:
-    cells = dropped["main"].cells_of(options(partitions=["metis"], chunks=[1, 2]))
-    for number, cell in enumerate(cells):
-        measured = {"test": 80.0 - number, "late": 70.0, "cut": 5.0, "seconds": 1.0}
-        dropped["cells"].write_cell(tmp_path / "cells.csv", cell, measured)
-    rows = dropped["report"].summarize(dropped["cells"].read_cells(tmp_path / "cells.csv"))
-    found = {row["method"]: (row["test"], row["test_change"], row["seeds"]) for row in rows}
-    # one chunk, dropped, constant are 80, 79, 78 with one seed and 77, 76, 75 with the other
-    assert found == {
-        "one chunk": (78.5, 0.0, 2),
-        "dropped": (77.5, -1.0, 2),
-        "constant": (76.5, -2.0, 2),
-    }
-
-
 def test_the_committed_table_is_that_of_the_committed_runs(
     dropped: Modules, tmp_path: Path
 ) -> None:
@@ -154,25 +123,25 @@ def test_the_committed_table_is_that_of_the_committed_runs(
     assert (tmp_path / "accuracy.csv").read_text() == (folder / "accuracy.csv").read_text()
 
 
-def test_a_share_is_the_projection_of_a_mean_for_a_group_of_layers(bias: Modules) -> None:
+def test_a_share_is_the_projection_of_a_mean_for_a_group_of_layers(bias: ModuleType) -> None:
     names = ("net.lin_in.weight", "net.convs.0.weight1", "net.convs.7.weight1", "net.convs.8.w")
-    groups = [bias["main"].group_of(name) for name in names]
+    groups = [bias.group_of(name) for name in names]
     assert groups == ["lin_in", "convs 1-8", "convs 1-8", "convs 9-16"]
-    exact, other = bias["main"].MeanGradient(), bias["main"].MeanGradient()
+    exact, other = bias.MeanGradient(), bias.MeanGradient()
     exact.sums, exact.num_steps = {"a": torch.tensor([6.0, 0.0])}, 2  # mean 3, 0
     other.sums, other.num_steps = {"a": torch.tensor([9.0, 60.0])}, 6  # mean 1.5, and across it
     assert other.share_of(exact, "a") == pytest.approx(0.5)
 
 
 @pytest.mark.slow
-def test_a_factor_makes_up_for_a_part_of_what_is_dropped(bias: Modules) -> None:
+def test_a_factor_makes_up_for_a_part_of_what_is_dropped(bias: ModuleType) -> None:
     torch.manual_seed(0)
     edges = erdos_renyi_graph(60, 0.1)
     graph = Data(x=torch.randn(60, 5), edge_index=edges, y=torch.arange(60) % 3)
     for name in ("train_mask", "val_mask", "test_mask"):
         graph[name] = torch.ones(60, dtype=torch.bool)
     sizes = {"num_layers": 4, "num_chunks": 4, "num_epochs": 3, "num_steps": 30}
-    shares = bias["main"].measure(FullGraphDataModule(graph), **sizes, seed=0)
+    shares = bias.measure(FullGraphDataModule(graph), **sizes, seed=0)
     assert list(shares) == ["lin_in", "convs 1-8", "lin_out"]
     for group in ("lin_in", "convs 1-8"):
         constant, doubled = shares[group]
@@ -188,9 +157,9 @@ def parse(program: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str) -> 
 
 
 def test_steps_of_all_rounds_and_calls_are_kept(
-    multi_host: Modules, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    multi_host: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    program, results = multi_host["main"], tmp_path / "figures.json"
+    program, results = multi_host, tmp_path / "figures.json"
     words = "--rates", "none", "100", "--rounds", "2", f"--results={results}"
     options = parse(program, monkeypatch, *words)
     walls = iter([9.0, 4.0, 8.0, 1.0, 2.0, 9.0, 5.0, 8.0, 3.0, 2.0, 9.0, 6.0, 8.0, 2.0, 2.0])
@@ -221,9 +190,9 @@ def test_steps_of_all_rounds_and_calls_are_kept(
 
 @pytest.mark.parametrize("other", [["--matmul", "medium"], ["--chunks", "8"], ["--default-malloc"]])
 def test_figures_of_other_settings_are_not_mixed(
-    multi_host: Modules, monkeypatch: pytest.MonkeyPatch, other: list[str]
+    multi_host: ModuleType, monkeypatch: pytest.MonkeyPatch, other: list[str]
 ) -> None:
-    program, known = multi_host["main"], {}
+    program, known = multi_host, {}
     for _ in range(2):
         program.check_settings(parse(program, monkeypatch), known)
     with pytest.raises(SystemExit, match="other settings"):

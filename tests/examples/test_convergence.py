@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -10,19 +9,13 @@ import pytest
 import torch
 
 from lightning_gnnpipe.graph import edge_cut_frac, partition_nodes
-from tests.helpers.scripts import ROOT, modules_of
+from tests.helpers.scripts import ROOT, fixture_of
 
 FOLDER = ROOT / "examples" / "benchmarks" / "convergence"
 NAMES = ("synthetic", "cell", "tables", "pictures", "main")
+study = fixture_of(FOLDER, *NAMES, scope="module")
 
 Modules = dict[str, ModuleType]
-
-
-@pytest.fixture(scope="module")
-def study() -> Iterator[Modules]:
-    """The study's modules."""
-    with modules_of(FOLDER, NAMES) as found:
-        yield found
 
 
 def test_a_table_is_the_product_of_its_lists(study: Modules, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,15 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.scripts import ROOT, modules_of
+from tests.helpers.scripts import ROOT, fixture_of, modules_of
 
 FOLDER = ROOT / "examples" / "benchmarks" / "gpu"
 
 
-@pytest.fixture
-def gpu() -> Iterator[dict[str, ModuleType]]:
-    with modules_of(FOLDER, ["main", "kernels"]) as modules:
-        yield modules
+gpu = fixture_of(FOLDER, "main", "kernels")
 
 
 @pytest.mark.slow

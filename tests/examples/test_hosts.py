@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 
-from tests.helpers.scripts import ROOT, modules_of
+from tests.helpers.scripts import ROOT, fixture_of
 
 PATH = ROOT / "examples" / "benchmarks" / "multi_host" / "hosts.py"
 ANNOUNCE = "ip -o -4 addr show eth0; echo rank $RANK of $WORLD_SIZE, $MASTER_ADDR, links $LINKS"
 
-
-@pytest.fixture
-def hosts() -> Iterator[ModuleType]:
-    with modules_of(PATH.parent, ("hosts",)) as found:
-        yield found["hosts"]
+hosts = fixture_of(PATH.parent, "hosts")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lightning_gnnpipe import StalenessMonitor
 from lightning_gnnpipe.graph import chunk_order
 from lightning_gnnpipe.types import OrderName
-from tests.helpers.graphs import GraphCase, any_case
+from tests.helpers.graphs import GraphCase, case_of
 from tests.helpers.launch import SEED, run_fit
 from tests.helpers.modules import NETS, ReferenceModule
 from tests.helpers.record import assert_steps_equal
@@ -35,7 +35,7 @@ def graphs(draw: st.DrawFn) -> GraphCase:
     partition = draw(st.permutations([*range(num_chunks), *rest]))
     node = st.integers(0, len(partition) - 1)
     edges = draw(st.lists(st.tuples(node, node), max_size=40))
-    return any_case(edges, partition)
+    return case_of("any", edges, partition)
 
 
 refreshes = st.builds(

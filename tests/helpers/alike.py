@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import lightning as L
@@ -23,19 +24,42 @@ def graph(**changes: Any) -> Data:
     """Return a random graph with features and weights of edges, in float64."""
     generator = torch.Generator().manual_seed(3)
     edge_index = torch.randint(N, (2, E), generator=generator)
+    edge_index = edge_index[:, edge_index[0] != edge_index[1]]
+    draw = {"generator": generator, "dtype": torch.float64}
     given = {
-        "x": torch.randn(N, D, generator=generator, dtype=torch.float64),
-        "edge_index": edge_index[:, edge_index[0] != edge_index[1]],
+        "edge_index": edge_index,
+        "x": torch.randn(N, D, **draw),
         "pairs": torch.randint(N, (2, 31), generator=generator),
+        "edge_attr": torch.rand(edge_index.size(1), 3, **draw),
     }
-    given["edge_attr"] = torch.rand(
-        given["edge_index"].size(1), 3, generator=generator, dtype=torch.float64
-    )
     return Data.from_dict(given | changes)
 
 
 def on_features(net: Any, data: Data) -> Any:
     return net(data.x, data.edge_index)
+
+
+def by_name(**more: Callable[[Data], Any]) -> Forward:
+    """Return what calls a net with all that its parameters name: parts of the graph, or `more`."""
+
+    def call(net: Any, data: Data) -> Any:
+        _, *names = signature(type(net).forward).parameters
+        return net(*(more[name](data) if name in more else data[name] for name in names))
+
+    return call
+
+
+def net_of(base: type[nn.Module], forward: Any, **parts: Callable[[], Any]) -> type[nn.Module]:
+    """Return a subclass of `base` with the attributes that `parts` make."""
+
+    class Net(base):  # type: ignore
+        def __init__(self) -> None:
+            super().__init__()
+            for name, make in parts.items():
+                setattr(self, name, make())
+
+    Net.forward = forward
+    return Net
 
 
 class Fits(L.LightningModule):
@@ -67,14 +91,15 @@ def fit(
     data: Data | None = None,
     num_chunks: int = 0,
     num_stages: int = 1,
+    epochs: int = 3,
     **options: Any,
 ) -> Fits:
-    """Train for 3 epochs and validate; 0 chunks is plain Lightning."""
+    """Train and validate; 0 chunks is plain Lightning."""
     torch.manual_seed(0)
     module = Fits(make().double(), call)
     batches = DataLoader([data or graph()], batch_size=None)
     piped = {"num_chunks": num_chunks, **options} if num_chunks else None
-    trainer = quiet_trainer(num_stages, piped, max_epochs=3, num_sanity_val_steps=0)
+    trainer = quiet_trainer(num_stages, piped, max_epochs=epochs, num_sanity_val_steps=0)
     trainer.fit(module, batches, batches)
     return module
 
@@ -94,15 +119,10 @@ def assert_alike(
     if num_stages > 1:
         return
     chunked = fit(make, call, data, num_chunks=3, **options)
-    assert not torch.equal(weights(chunked), weights(fit_none(make, call)))
+    torch.manual_seed(0)
+    assert not torch.equal(weights(chunked), weights(Fits(make().double(), call)))
     chunked.eval()
     with torch.no_grad():
         expected = flatten(call(chunked.net, data or graph()))
     for ours, theirs in zip(chunked.outputs, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
-
-
-def fit_none(make: Callable[[], nn.Module], call: Forward) -> Fits:
-    """Return the module as it is before training."""
-    torch.manual_seed(0)
-    return Fits(make().double(), call)

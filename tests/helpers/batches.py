@@ -171,6 +171,13 @@ class EdgesInside(nn.Module):
         return self.convs[1](x, self.edges(batch))
 
 
+INPUTS: dict[type, tuple[str, ...]] = {
+    WeightedGCN: ("x", "edge_index", "edge_weight", "batch", "num_graphs"),
+    Jumping: ("x", "edge_index", "batch"),
+    EdgesInside: ("x", "batch"),
+}
+"""Attributes of a batch, where a network does not take the whole."""
+
 NETS: dict[str, Callable[[float], nn.Module]] = {
     "gine": GINE,
     "weighted": WeightedGCN,
@@ -186,6 +193,7 @@ class GraphModule(L.LightningModule):
     Args:
         name: Key of `NETS`.
         net: Another net than that.
+        inputs: Attributes of a batch that it takes, if not as in `INPUTS`.
     """
 
     def __init__(
@@ -194,24 +202,19 @@ class GraphModule(L.LightningModule):
         dropout: float = 0.0,
         net: nn.Module | None = None,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        inputs: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             self.net = (NETS[name](dropout) if net is None else net).double()
         self.optimizer = optimizer or (lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9))
+        self.inputs = inputs or INPUTS.get(type(self.net), ())
         self.outputs = torch.empty(0)
 
     def forward(self, data: Batch) -> Any:
-        if isinstance(self.net, WeightedGCN):
-            return self.net(
-                data.x, data.edge_index, data.edge_weight, data.batch, size=data.num_graphs
-            )
-        if isinstance(self.net, Jumping):
-            return self.net(data.x, data.edge_index, data.batch)
-        if isinstance(self.net, EdgesInside):
-            return self.net(data.x, data.batch)
-        return self.net(data)
+        given = [getattr(data, name) for name in self.inputs] or [data]
+        return self.net(*given)
 
     def loss(self, out: Any, data: Batch) -> Tensor:
         """Return the mean over graphs, or nodes; of both kinds, of their sum."""
@@ -241,3 +244,17 @@ class GraphModule(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.optimizer(self.parameters())
+
+
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def assert_same(net: nn.Module, found: Tensor, expected: Tensor) -> None:
+    """Compare outputs, and the gradients of all parameters, none of which goes without."""
+    torch.testing.assert_close(found, expected, **EXACT)
+    names, parameters = zip(*net.named_parameters(), strict=True)
+    ours, theirs = (
+        torch.autograd.grad(out.square().sum(), parameters) for out in (found, expected)
+    )
+    for name, one, other in zip(names, ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, **EXACT, msg=lambda text, n=name: f"{n}: {text}")

@@ -35,16 +35,3 @@ def steps_of(rows: Tensor, num_bits: int) -> Tensor:
     if rows.element_size() > 2:  # each end moves by less than 2**-7 of itself
         low, high = low - low.abs() / 128, high + high.abs() / 128
     return (high - low) / (2**num_bits - 1)
-
-
-def check_not_hidden(codec: Codec, bad: float, dtype: torch.dtype) -> None:
-    """Check that rows with values that are not finite come out so, and all others as before."""
-    rows = random(9, 13, dtype=dtype)
-    expected = through(codec, rows)
-    is_bad = torch.zeros(9, dtype=torch.bool)
-    for row, columns in ((0, [0]), (4, [3, 12]), (8, list(range(13)))):
-        rows[row, columns] = bad
-        is_bad[row] = True
-    found = through(codec, rows)
-    assert bool(found[is_bad].isnan().all())
-    assert torch.equal(found[~is_bad], expected[~is_bad])

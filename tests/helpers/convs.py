@@ -64,24 +64,21 @@ def learned(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
     return conv(x, edges, batch.edge_score.sigmoid())
 
 
-def turned(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return conv(x, edges.flip([0]), batch.edge_weight)
+def flipped(edges: Tensor) -> Tensor:
+    return edges.flip([0])
 
 
-def turned_by_rows(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return conv(x, torch.stack([edges[1], edges[0]]), edge_weight=batch.edge_weight)
-
-
-def without_loops(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return conv(x, remove_self_loops(edges)[0])
-
-
-def on_both(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return conv(x, edges) + 0.5 * conv(x, batch.other_edge_index)
+def on(change: Callable[[Tensor], Tensor], call: Call = ConvCase.call) -> Call:
+    """Return `call` on edges that are changed."""
+    return lambda conv, x, edges, batch: call(conv, x, change(edges), batch)
 
 
 def learned_and_other(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
     return learned(conv, x, edges, batch) + conv(x, batch.other_edge_index)
+
+
+def on_both(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
+    return conv(x, edges) + 0.5 * conv(x, batch.other_edge_index)
 
 
 def on_both_weighted(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
@@ -99,7 +96,7 @@ def joined(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
 
 
 TO, BACK, OVER = ("a", "to", "a"), ("a", "back", "a"), ("a", "over", "a")
-BOTH = (["a"], [TO, BACK])
+ONE, BOTH = (["a"], [TO]), (["a"], [TO, BACK])
 
 
 def related(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
@@ -108,10 +105,6 @@ def related(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
 
 def alone(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
     return conv({"a": x}, {TO: edges})["a"]
-
-
-def related_flipped(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
-    return related(conv, x, edges.flip([0]), batch)
 
 
 def related_weighted(conv: Any, x: Tensor, edges: Tensor, batch: SimpleNamespace) -> Any:
@@ -221,9 +214,9 @@ CASES: list[ConvCase] = [
     of("GCNConv mean", D, D, aggr="mean"),
     of("GCNConv upstream", D, D, flow=UPSTREAM),
     of("GCNConv upstream weight", D, D, flow=UPSTREAM, call=weighted),
-    of("GCNConv flipped", D, D, call=lambda c, x, e, b: c(x, e.flip([0]))),
-    of("GCNConv flipped weight", D, D, call=turned_by_rows),
-    of("GCNConv flipped upstream", D, D, flow=UPSTREAM, call=turned),
+    of("GCNConv flipped", D, D, call=on(flipped)),
+    of("GCNConv flipped weight", D, D, call=on(lambda e: torch.stack([e[1], e[0]]), weighted)),
+    of("GCNConv flipped upstream", D, D, flow=UPSTREAM, call=on(flipped, weighted)),
     of("GCNConv decomposed", D, D, decomposed_layers=2),
     of("GCNConv two sets", D, D, call=on_both, has_two=True),
     of("GCNConv two sets weight", D, D, call=on_both_weighted, has_two=True),
@@ -253,7 +246,7 @@ CASES: list[ConvCase] = [
     of("GraphConv upstream", D, D, flow=UPSTREAM, call=weighted),
     of("HANConv", D, D, BOTH, call=related, has_two=True),
     of("HANConv heads", D, D, BOTH, heads=2, call=related, has_two=True),
-    of("HANConv one set", D, D, (["a"], [TO]), heads=2, call=alone),
+    of("HANConv one set", D, D, ONE, heads=2, call=alone),
     ConvCase(
         "HANConv three sets",
         lambda: gnn.HANConv(D, 2 * D, (["a"], [TO, BACK, OVER]), heads=2, negative_slope=0.4),
@@ -275,7 +268,7 @@ CASES: list[ConvCase] = [
     ),
     of("HGTConv", D, D, BOTH, call=related, has_two=True),
     of("HGTConv heads", D, 2 * D, BOTH, heads=2, call=related, has_two=True),
-    of("HGTConv one set", D, D, (["a"], [TO]), heads=2, call=alone),
+    of("HGTConv one set", D, D, ONE, heads=2, call=alone),
     of("HGTConv some sets", D, D, (["a"], [TO, OVER, BACK]), heads=2, call=related, has_two=True),
     of("LEConv", D, D),
     of("LEConv weight", D, D, call=weighted),
@@ -370,7 +363,7 @@ CASES: list[ConvCase] = [
 BY_SELF_CHECK: list[ConvCase] = [
     # Several edge sets, all read upstream.
     of("HANConv upstream", D, D, BOTH, flow=UPSTREAM, call=related, has_two=True),
-    of("HGTConv upstream", D, D, (["a"], [TO]), flow=UPSTREAM, call=alone),
+    of("HGTConv upstream", D, D, ONE, flow=UPSTREAM, call=alone),
     # Two edge sets at once, read upstream.
     of("SignedConv upstream", D, D, True, flow=UPSTREAM, call=signed, has_two=True),
     # They look at row 1 of the edges for the receivers, whatever their flow is.
@@ -383,9 +376,9 @@ BY_SELF_CHECK: list[ConvCase] = [
 """Uses of layers that are exact otherwise, which the self-check or the layer itself refuses."""
 
 ON_OTHER_EDGES: list[ConvCase] = [
-    of("HANConv flipped", D, D, BOTH, call=related_flipped, has_two=True),
-    of("HGTConv flipped", D, D, BOTH, call=related_flipped, has_two=True),
-    of("GCNConv upstream changed", D, D, flow=UPSTREAM, call=without_loops),
+    of("HANConv flipped", D, D, BOTH, call=on(flipped, related), has_two=True),
+    of("HGTConv flipped", D, D, BOTH, call=on(flipped, related), has_two=True),
+    of("GCNConv upstream changed", D, D, flow=UPSTREAM, call=on(lambda e: remove_self_loops(e)[0])),
 ]
 """Uses that are exact since the edges are changed on the whole graph."""
 
@@ -427,17 +420,7 @@ class ConvNet(nn.Module):
         other_edge_index: Tensor | None = None,
         other_edge_weight: Tensor | None = None,
     ) -> Tensor:
-        batch = SimpleNamespace(
-            x=x,
-            edge_weight=edge_weight,
-            edge_attr=edge_attr,
-            edge_type=edge_type,
-            node_type=node_type,
-            pos=pos,
-            normal=normal,
-            other_edge_index=other_edge_index,
-            other_edge_weight=other_edge_weight,
-        )
+        batch = SimpleNamespace(**locals())
         batch.edge_score = self.score(edge_attr).squeeze(-1)
         x = torch.tanh(self.between(self.call(self.first, x, edge_index, batch)))
         return self.last(self.call(self.second, x, edge_index, batch))

@@ -14,13 +14,12 @@ WIDTH = 6
 class Encoded(nn.Module):
     """GCNII with dropout in front of `encode`, which gives what enters the layers, and x_0."""
 
-    def __init__(self, num_layers: int = 4, dropout: float = 0.0) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.lin_in = nn.Linear(NUM_FEATURES, WIDTH)
         self.act = nn.ReLU(inplace=True)
         self.convs = nn.ModuleList(
-            gnn.GCN2Conv(WIDTH, alpha=0.2, theta=0.5, layer=layer + 1)
-            for layer in range(num_layers)
+            gnn.GCN2Conv(WIDTH, alpha=0.2, theta=0.5, layer=layer + 1) for layer in range(4)
         )
         self.lin_out = nn.Linear(WIDTH, NUM_CLASSES)
         self.dropout = nn.Dropout(dropout)
@@ -58,7 +57,7 @@ class Behind(Encoded):
     """Draws the encoder's mask behind that of another branch: it is not repeated."""
 
     def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__(dropout=dropout)
+        super().__init__(dropout)
         self.branch = nn.Linear(NUM_FEATURES, WIDTH)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +70,7 @@ class Frozen(Encoded):
     """With an encoder that is not trained."""
 
     def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__(dropout=dropout)
+        super().__init__(dropout)
         self.lin_in.requires_grad_(False)
 
 
@@ -79,7 +78,7 @@ class Normed(Encoded):
     """With statistics over all nodes in the encoder: it is not repeated."""
 
     def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__(dropout=dropout)
+        super().__init__(dropout)
         self.norm = nn.BatchNorm1d(WIDTH)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,9 +153,9 @@ class EdgeEncoded(nn.Module):
 
 
 ENCODED_NETS = {
-    "encoded": lambda dropout: Encoded(dropout=dropout),
-    "in_place": lambda dropout: InPlace(dropout=dropout),
-    "overwritten": lambda dropout: Overwritten(dropout=dropout),
+    "encoded": Encoded,
+    "in_place": InPlace,
+    "overwritten": Overwritten,
     "behind": Behind,
     "frozen": Frozen,
     "normed": Normed,

@@ -18,7 +18,8 @@ from tests.helpers.device import DEVICE
 def one_process_engine(
     module: nn.Module,
     *,
-    partition: Tensor,
+    partition: Tensor | str = "metis",
+    num_chunks: int | str = "auto",
     chunk_order: OrderName = "shuffled",
     method: StalenessMethod = METHODS["constant"],
     recompute: bool = False,
@@ -30,12 +31,15 @@ def one_process_engine(
     cross_edges: CrossChunkEdges = "keep",
     allows_changes: bool = False,
 ) -> PipelineEngine:
-    """Return an engine that trains `module` in the chunks of `partition`, `[num_nodes]`."""
+    """Return an engine that trains `module` in the chunks of `partition`, `[num_nodes]`.
+
+    `num_chunks` is for batches of graphs, which have the default partition.
+    """
     timeout = timedelta(seconds=60)
     world = World(rank, num_shards, DEVICE, timeout)
     transport = Transport(world, (1, num_shards), Meter())
     options = EngineOptions(
-        chunks=ChunkOptions("auto", partition, seed=0, cross_edges=cross_edges),
+        chunks=ChunkOptions(num_chunks, partition, seed=0, cross_edges=cross_edges),
         histories=HistoryOptions(method, recompute, history_dtype, history_device),
         chunk_order=chunk_order,
         balance="uniform",

@@ -35,35 +35,29 @@ class GraphCase:
 
 def all_cases() -> list[GraphCase]:
     """Return every small case, for ``pytest.mark.parametrize(..., ids=name_of)``."""
+    ring_of_5 = [(3 + source, 3 + target) for source, target in _ring(5)]
+    forks = [(0, 2), (1, 3), (2, 3), (2, 4), (4, 2)]
     return [
         #   0 -> 1 -> 2 | -> 3 -> 4 -> 5 -> 0     a ring in one direction, chords 1 -> 4, 5 -> 2
-        _case("directed", [*_ring(6), (1, 4), (5, 2)], [0, 0, 0, 1, 1, 1]),
+        case_of("directed", [*_ring(6), (1, 4), (5, 2)], [0, 0, 0, 1, 1, 1]),
         #   0 - 1 | 2 - 3 | 4 - 5 - 0             a ring in both directions, and the chord 1 - 4
-        _case("undirected", _both([*_ring(6), (1, 4)]), [0, 0, 1, 1, 2, 2]),
+        case_of("undirected", _both([*_ring(6), (1, 4)]), [0, 0, 1, 1, 2, 2]),
         #   0 - 1   2 | 3 - 4   5 | 1 - 3, 4 - 0  nodes 2 and 5 have no edge at all
-        _case("isolated_nodes", _both([(0, 1), (3, 4), (1, 3), (4, 0)]), [0, 0, 0, 1, 1, 1]),
+        case_of("isolated_nodes", _both([(0, 1), (3, 4), (1, 3), (4, 0)]), [0, 0, 0, 1, 1, 1]),
         #   0 -> 1 -> 2 | -> 3 -> 4 -> 0          and the loops 1 -> 1 and 3 -> 3 (but no others)
-        _case("self_loops", [*_ring(5), (1, 1), (3, 3), (2, 0)], [0, 0, 0, 1, 1]),
+        case_of("self_loops", [*_ring(5), (1, 1), (3, 3), (2, 0)], [0, 0, 0, 1, 1]),
         #   0 => 1 -> 2 | => 3 -> 4 -> 0          0 -> 1 twice, 2 -> 3 three times
-        _case("multi_edges", [*_ring(5), (0, 1), (2, 3), (2, 3), (4, 2)], [0, 0, 0, 1, 1]),
+        case_of("multi_edges", [*_ring(5), (0, 1), (2, 3), (2, 3), (4, 2)], [0, 0, 0, 1, 1]),
         #   0 - 1 - 2 | 3 - 4 - 5 | 6 - 7 - 0     a ring in both directions and 2 - 6; every edge
         #                                         has its own features and weight
-        _case("edge_features", _both([*_ring(8), (2, 6)]), [0, 0, 0, 1, 1, 1, 2, 2]),
+        case_of("edge_features", _both([*_ring(8), (2, 6)]), [0, 0, 0, 1, 1, 1, 2, 2]),
         #   0 | 1 - 2 | 3 - 4 - 5 - 6 - 7 - 8 - 0   1, 2 and 6 nodes, and the chords 0 - 4, 2 - 7
-        _case("unequal_chunks", _both([*_ring(9), (0, 4), (2, 7)]), [0, 1, 1, 2, 2, 2, 2, 2, 2]),
+        case_of("unequal_chunks", _both([*_ring(9), (0, 4), (2, 7)]), [0, 1, 1, 2, 2, 2, 2, 2, 2]),
         #   0 - 1 - 2 | 3 - 4 - 5 | 6 - 7 - 3     chunk 0 is a component of its own: reads nobody
-        _case(
-            "empty_halo",
-            _both([(0, 1), (1, 2), (3, 4), (4, 5), (5, 6), (6, 7), (7, 3)]),
-            [0, 0, 0, 1, 1, 1, 2, 2],
-        ),
+        case_of("empty_halo", _both([(0, 1), (1, 2), *ring_of_5]), [0, 0, 0, 1, 1, 1, 2, 2]),
         #   0 -> 2 | 1 -> 3 <- 2 -> 4 -> 2        chunk 0 = {0, 1}: only sources, no edge ends
         #                                         there; chunk 2 = {5}: no edge at all
-        _case(
-            "chunk_without_edges",
-            [(0, 2), (1, 3), (2, 3), (2, 4), (4, 2)],
-            [0, 0, 1, 1, 1, 2],
-        ),
+        case_of("chunk_without_edges", forks, [0, 0, 1, 1, 1, 2]),
     ]
 
 
@@ -80,12 +74,7 @@ def communities(num_chunks: int, num_nodes: int = 24) -> GraphCase:
     chords = [(n, (7 * n + 3) % num_nodes) for n in range(num_nodes)]
     chords += [(n, (5 * n + 11) % num_nodes) for n in range(num_nodes)]
     partition = [n if n < num_chunks else (n * n) % num_chunks for n in range(num_nodes)]
-    return _case(f"communities_{num_chunks}", [*_both(_ring(num_nodes)), *chords], partition)
-
-
-def any_case(edges: Edges, partition: list[int]) -> GraphCase:
-    """Any edges between nodes that lie in any chunks; no edge at all is one as well."""
-    return _case("any", edges, partition)
+    return case_of(f"communities_{num_chunks}", [*_both(_ring(num_nodes)), *chords], partition)
 
 
 def _ring(num_nodes: int) -> Edges:
@@ -96,7 +85,7 @@ def _both(edges: Edges) -> Edges:
     return edges + [(target, source) for source, target in edges]
 
 
-def _case(name: str, edges: Edges, partition: list[int]) -> GraphCase:
+def case_of(name: str, edges: Edges, partition: list[int]) -> GraphCase:
     num_nodes, num_edges = len(partition), len(edges)
     node = torch.arange(num_nodes)
     data = Data(

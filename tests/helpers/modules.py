@@ -1,8 +1,8 @@
-"""Five plain PyG models of at least three layers, and a LightningModule around any of them."""
+"""Five models of at least three layers in plain PyG, and a LightningModule around any of them."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -12,46 +12,12 @@ from torch import Tensor, nn
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
 
+from lightning_gnnpipe.models import GCNII
 from tests.helpers.attention import ATTENTION_NETS
 from tests.helpers.encoders import ENCODED_NETS
 from tests.helpers.graphs import NUM_CLASSES, NUM_EDGE_FEATURES, NUM_FEATURES
 
 WIDTH = 6
-
-
-class GCN(nn.Module):
-    def __init__(self, num_layers: int = 4, dropout: float = 0.0) -> None:
-        super().__init__()
-        widths = [NUM_FEATURES, *[WIDTH] * (num_layers - 1), NUM_CLASSES]
-        self.convs = nn.ModuleList(gnn.GCNConv(*pair) for pair in pairwise(widths))
-        self.dropout = dropout
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        for conv in self.convs[:-1]:
-            x = F.relu(conv(x, edge_index))
-            x = F.dropout(x, self.dropout, training=self.training)
-        return self.convs[-1](x, edge_index)
-
-
-class GCNII(nn.Module):
-    """Every layer reads ``x_0``, the output of the first."""
-
-    def __init__(self, num_layers: int = 4, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.lin_in = nn.Linear(NUM_FEATURES, WIDTH)
-        self.convs = nn.ModuleList(
-            gnn.GCN2Conv(WIDTH, alpha=0.2, theta=0.5, layer=layer + 1)
-            for layer in range(num_layers)
-        )
-        self.lin_out = nn.Linear(WIDTH, NUM_CLASSES)
-        self.dropout = dropout
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = x_0 = F.relu(self.lin_in(x))
-        for conv in self.convs:
-            x = F.dropout(x, self.dropout, training=self.training)
-            x = F.relu(conv(x, x_0, edge_index))
-        return self.lin_out(x)
 
 
 class EdgeNet(nn.Module):
@@ -60,13 +26,12 @@ class EdgeNet(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.lin_in = nn.Linear(NUM_FEATURES, WIDTH)
+        edges = {"edge_dim": NUM_EDGE_FEATURES}
         self.convs = nn.ModuleList(
             [
-                gnn.TransformerConv(
-                    WIDTH, WIDTH // 2, heads=2, beta=True, edge_dim=NUM_EDGE_FEATURES
-                ),
-                gnn.GINEConv(nn.Linear(WIDTH, WIDTH), train_eps=True, edge_dim=NUM_EDGE_FEATURES),
-                gnn.GENConv(WIDTH, WIDTH, learn_t=True, edge_dim=NUM_EDGE_FEATURES, norm=None),
+                gnn.TransformerConv(WIDTH, WIDTH // 2, heads=2, beta=True, **edges),
+                gnn.GINEConv(nn.Linear(WIDTH, WIDTH), train_eps=True, **edges),
+                gnn.GENConv(WIDTH, WIDTH, learn_t=True, norm=None, **edges),
             ]
         )
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in self.convs)
@@ -82,11 +47,11 @@ class EdgeNet(nn.Module):
 
 
 NETS = {
-    "gcn": lambda dropout: GCN(dropout=dropout),
+    "gcn": lambda dropout: gnn.models.GCN(NUM_FEATURES, WIDTH, 4, NUM_CLASSES, dropout=dropout),
     "sage": lambda dropout: gnn.models.GraphSAGE(
         NUM_FEATURES, WIDTH, 3, NUM_CLASSES, dropout=dropout
     ),
-    "gcnii": lambda dropout: GCNII(dropout=dropout),
+    "gcnii": lambda dropout: GCNII(NUM_FEATURES, WIDTH, NUM_CLASSES, 4, dropout, 0.2, 0.5),
     "gat_jk": lambda dropout: gnn.models.GAT(
         NUM_FEATURES, WIDTH, 3, NUM_CLASSES, dropout=dropout, jk="cat", heads=2
     ),
@@ -102,10 +67,10 @@ NORMED_NETS = {
 }
 """With statistics over all nodes, which the oracle does not know."""
 
-OPTIMIZERS = {
-    "sgd": lambda params, **options: torch.optim.SGD(params, **options),
-    "momentum": lambda params, **options: torch.optim.SGD(params, momentum=0.9, **options),
-    "adam": lambda params, **options: torch.optim.Adam(params, **options),
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
 }
 
 
@@ -129,11 +94,10 @@ class ReferenceModule(L.LightningModule):
         seed: int = 1,
     ) -> None:
         super().__init__()
+        make = {**NETS, **NORMED_NETS, **ENCODED_NETS, **ATTENTION_NETS}[name]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.net = {**NETS, **NORMED_NETS, **ENCODED_NETS, **ATTENTION_NETS}[name](
-                dropout
-            ).double()
+            self.net = make(dropout).double()
             for parameter in self.net.parameters():  # no zeros, which could hide an error
                 parameter.data += 0.1 * torch.rand_like(parameter)
         self.inputs = ("x", "edge_index", *(["edge_attr"] if name.startswith("edge") else []))

@@ -16,9 +16,10 @@ from tests.helpers.trainers import quiet_trainer
 NUM_NODES, NUM_FEATURES, WIDTH, NUM_CLASSES, NUM_LAYERS = 40, 5, 8, 3, 4
 
 
-def make_module() -> NodeClassifier:
+def make_module(dropout: float = 0.5) -> NodeClassifier:
     L.seed_everything(3, verbose=False)
-    return NodeClassifier(GNN(NUM_FEATURES, WIDTH, NUM_CLASSES, NUM_LAYERS), NUM_CLASSES)
+    net = GNN(NUM_FEATURES, WIDTH, NUM_CLASSES, NUM_LAYERS, dropout=dropout)
+    return NodeClassifier(net, NUM_CLASSES)
 
 
 def make_data() -> FullGraphDataModule:
@@ -42,3 +43,16 @@ def make_trainer(
     piped = {"num_chunks": num_chunks, "balance": "uniform", "start_method": start_method}
     options = {"max_epochs": 3, "callbacks": list(callbacks), **kwargs}
     return quiet_trainer(num_stages, {**piped, **(strategy or {})}, **options)
+
+
+def fit(
+    num_stages: int,
+    *callbacks: L.Callback,
+    num_chunks: int = 4,
+    module: L.LightningModule | None = None,
+    ckpt_path: str | None = None,
+    **options: Any,
+) -> L.Trainer:
+    trainer = make_trainer(num_stages, num_chunks, *callbacks, **options)
+    trainer.fit(module or make_module(), make_data(), ckpt_path=ckpt_path)
+    return trainer

@@ -24,8 +24,9 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -162,40 +163,26 @@ def _scale_grad(rows: Tensor, scale: float) -> Tensor:
 def _intercepted(net: nn.Module, one_pass: _Pass) -> Iterator[None]:
     """Mix the source rows of every message-passing call, for one forward pass."""
     convs = [(name, conv) for name, conv in net.named_modules() if isinstance(conv, MessagePassing)]
-    decomposed = {conv: conv._decomposed_layers for _, conv in convs}
-    modules = {sys.modules[type(conv).__module__] for _, conv in convs}
-    norms = {module for module in modules if hasattr(module, "gcn_norm")}
-    for name, conv in convs:
-        conv._decomposed_layers = 1  # channels do not see each other: it does not matter
-        if isinstance(conv, HGTConv):
-            conv._construct_src_node_feat = _mixed_sources(name, conv, one_pass)
-            continue
-        for method in METHODS:
-            setattr(conv, method, _wrapper(name, conv, method, one_pass))
-    for module in norms:
-        module.gcn_norm = _mixed_norm(module.__name__, one_pass)
-    attention = [(n, m, BY_ROWS[type(m)]) for n, m in net.named_modules() if type(m) in BY_ROWS]
-    for name, module, by_rows in attention:
-        module.forward = _with_totals(name, module, by_rows, one_pass)
-    plain_group, names = han_conv.group, {c.q: n for n, c in convs if isinstance(c, HANConv)}
-    han_conv.group = _mixed_group(names, one_pass)
-    try:
-        yield
-    finally:
-        han_conv.group = plain_group
-        for _, module, _ in attention:
-            del module.forward
-        for _, conv in convs:
-            conv._decomposed_layers = decomposed[conv]
+    with ExitStack() as stack:
+
+        def swap(owner: object, **new: Any) -> None:
+            stack.enter_context(mock.patch.multiple(owner, **new))
+
+        for name, conv in convs:
+            swap(conv, _decomposed_layers=1)  # channels do not see each other: it does not matter
             if isinstance(conv, HGTConv):
-                del conv._construct_src_node_feat
-                continue
-            for method in METHODS:
-                delattr(conv, method)
-            if decomposed[conv] != 1:
-                conv.propagate = conv.__class__._orig_propagate.__get__(conv, MessagePassing)
-        for module in norms:
-            module.gcn_norm = gcn_norm
+                swap(conv, _construct_src_node_feat=_mixed_sources(name, conv, one_pass))
+            else:
+                swap(conv, **{method: _wrapper(name, conv, method, one_pass) for method in METHODS})
+        for module in {sys.modules[type(conv).__module__] for _, conv in convs}:
+            if hasattr(module, "gcn_norm"):
+                swap(module, gcn_norm=_mixed_norm(module.__name__, one_pass))
+        for name, module in net.named_modules():
+            if by_rows := BY_ROWS.get(type(module)):
+                swap(module, forward=_with_totals(name, module, by_rows, one_pass))
+        names = {conv.q: name for name, conv in convs if isinstance(conv, HANConv)}
+        swap(han_conv, group=_mixed_group(names, one_pass))
+        yield
 
 
 def _mixed_norm(name: str, one_pass: _Pass) -> Callable[..., Any]:

@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +37,17 @@ def modules_of(folder: Path, names: Sequence[str]) -> Iterator[dict[str, ModuleT
             sys.modules.pop(name, None)
             if module is not None:
                 sys.modules[name] = module
+
+
+def fixture_of(folder: Path, *names: str, scope: Any = "function") -> Any:
+    """Return a fixture of the modules of a folder by name; of one, the module itself."""
+
+    @pytest.fixture(scope=scope)
+    def modules() -> Iterator[Any]:
+        with modules_of(folder, names) as found:
+            yield found if len(names) > 1 else found[names[0]]
+
+    return modules
 
 
 class Script:
@@ -97,6 +109,18 @@ def start_script(
         if not pid:
             _run_forked(argv, file.fileno())
     return Script(pid, output)
+
+
+def run_script(
+    folder: Path, program: str, *arguments: object, is_new: bool = False, fails: bool = False
+) -> Script:
+    """Write a program to a new file of `folder`, and return it when it has ended, as expected."""
+    path = folder / "train.py"
+    path.write_text(program)
+    script = start_script(path, *arguments, is_new=is_new)
+    script.end(200)
+    assert (script.returncode != 0) == fails, script.text[-3000:]
+    return script
 
 
 def is_alive(pid: int, seconds: float = 15) -> bool:

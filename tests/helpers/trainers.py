@@ -50,13 +50,17 @@ def with_method(strategy: GNNPipeStrategy, method: StalenessMethod) -> GNNPipeSt
 
 
 def quiet_trainer(
-    num_ranks: int = 1, piped: dict[str, Any] | None = None, **options: Any
+    num_ranks: int = 1,
+    piped: dict[str, Any] | None = None,
+    kind: type[L.Trainer] = L.Trainer,
+    **options: Any,
 ) -> L.Trainer:
     """Return a Trainer on the CPU that prints and keeps nothing, of forked processes.
 
     Args:
         num_ranks: Number of processes.
         piped: Options of the strategy, and a "method" of another kind; None is plain Lightning.
+        kind: Class of the Trainer.
         options: Of the Trainer.
     """
     strategy: Any = "auto"
@@ -67,7 +71,7 @@ def quiet_trainer(
         strategy = strategy if method is None else with_method(strategy, method)
     names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     quiet = {"accelerator": "cpu", "devices": num_ranks, "strategy": strategy}
-    return L.Trainer(**{**quiet, **dict.fromkeys(names, False), **options})
+    return kind(**{**quiet, **dict.fromkeys(names, False), **options})
 
 
 def make_trainer(

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.scripts import start_script
-from tests.launchers.ring import environment
+from tests.helpers.scripts import ROOT, run_script
 
 SCRIPT = """
 import os, signal, sys
@@ -23,7 +22,7 @@ from pathlib import Path
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
-from tests.launchers.ring import fit, make_module
+from tests.helpers.observed import fit, make_module
 
 folder, how = Path(sys.argv[1]), sys.argv[2]
 
@@ -41,10 +40,11 @@ class Fails(L.Callback):
         print(f"rank {trainer.global_rank} begins at epoch {trainer.current_epoch}", flush=True)
 
 
-module, saver = make_module(), ModelCheckpoint(folder / "checkpoints", save_last=True)
+module, saver = make_module(0.1), ModelCheckpoint(folder / "checkpoints", save_last=True)
 trainer = fit(
-    module, saver, Fails(), max_epochs=12, num_nodes=1, default_root_dir=folder,
-    enable_checkpointing=True, ckpt_path="last", strategy={"timeout": timedelta(seconds=20)},
+    2, saver, Fails(), module=module, max_epochs=12, num_nodes=1, default_root_dir=folder,
+    enable_checkpointing=True, ckpt_path="last", start_method="popen",
+    strategy={"timeout": timedelta(seconds=20)},
 )
 total = sum(p.sum().item() for p in module.parameters())
 states = trainer.optimizers[0].state_dict()["state"].values()
@@ -77,39 +77,40 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    return path
+def environment(**more: str) -> dict[str, str]:
+    """Return the environment of a new program."""
+    path = os.environ.get("PATH", "")
+    return {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
 
 
 def ends(text: str) -> set[str]:
     return set(re.findall(r"ends with (-?\d+\.\d{12})", text))
 
 
-def torchrun(script: Path, folder: Path, how: str) -> str:
+def train(folder: Path, is_new: bool = False) -> str:
+    folder.mkdir(exist_ok=True)
+    return run_script(folder, SCRIPT, folder, "none", is_new=is_new).text
+
+
+def torchrun(folder: Path, how: str) -> str:
     folder.mkdir()
-    path = folder / "agent.py"
-    path.write_text(AGENT)
-    agent = start_script(path, script, folder, how, is_new=False)
-    agent.end(150)
-    assert agent.returncode == 0, agent.text[-3000:]
-    return agent.text
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    return run_script(folder, AGENT, script, folder, how).text
 
 
-def test_p6_torchrun_restarts_a_run_that_goes_on_by_itself(script: Path, tmp_path: Path) -> None:
+def test_p6_torchrun_restarts_a_run_that_goes_on_by_itself(tmp_path: Path) -> None:
     """One rank is killed in epoch 5; the weights are those of a run that nobody disturbed."""
-    undisturbed = start_script(script, tmp_path / "whole", "none", is_new=False)
-    undisturbed.end(100)
-    whole, again = undisturbed.text, torchrun(script, tmp_path / "again", "kill")
+    whole, again = train(tmp_path / "whole"), torchrun(tmp_path / "again", "kill")
     assert "begins at epoch 5" in again and "begins at epoch 5" not in whole
     assert len(ends(whole)) == 1
     assert ends(again) == ends(whole)
 
 
-def run_slurm(script: Path, folder: Path, how: str) -> list[str]:
+def run_slurm(folder: Path, how: str) -> list[str]:
     """Start two tasks as `srun` would; return what they print."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
     shared = environment(
         PATH=f"{folder}:{os.environ.get('PATH', '')}",
         SLURM_JOB_ID="77",
@@ -139,24 +140,22 @@ def run_slurm(script: Path, folder: Path, how: str) -> list[str]:
 
 
 @pytest.mark.slow  # torchrun stands for launchers that start ranks, in the test above
-def test_slurm_starts_the_ranks_and_queues_the_job_again(script: Path, tmp_path: Path) -> None:
+def test_slurm_starts_the_ranks_and_queues_the_job_again(tmp_path: Path) -> None:
     """SIGUSR1 in a step: both ranks save between steps; `scontrol requeue` is called once."""
-    folder = tmp_path / "job"
-    folder.mkdir()
-    scontrol = folder / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/queued\n')
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/queued\n')
     scontrol.chmod(0o755)
-    texts = run_slurm(script, folder, "requeue")
+    texts = run_slurm(tmp_path, "requeue")
     assert [len(ends(text)) for text in texts] == [1, 1], texts[0][-3000:]
-    assert (folder / "queued").read_text() == "requeue 77\n"
-    assert (folder / "hpc_ckpt_1.ckpt").is_file()
+    assert (tmp_path / "queued").read_text() == "requeue 77\n"
+    assert (tmp_path / "hpc_ckpt_1.ckpt").is_file()
 
 
 @pytest.mark.slow
-def test_torchrun_that_is_to_stop_saves_and_goes_on(script: Path, tmp_path: Path) -> None:
+def test_torchrun_that_is_to_stop_saves_and_goes_on(tmp_path: Path) -> None:
     """The agent passes SIGTERM on to all ranks."""
-    whole, folder = torchrun(script, tmp_path / "whole", "none"), tmp_path / "stopped"
-    folder.mkdir()
+    whole, folder = torchrun(tmp_path / "whole", "none"), tmp_path / "stopped"
+    script = tmp_path / "whole" / "script.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
     command += [f"--master-port={free_port()}", str(script), str(folder), "none"]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as one:
@@ -166,6 +165,4 @@ def test_torchrun_that_is_to_stop_saves_and_goes_on(script: Path, tmp_path: Path
         one.send_signal(signal.SIGTERM)
         one.communicate(timeout=60)
     folder.rename(tmp_path / "moved")
-    done = start_script(script, tmp_path / "moved", "none", is_new=True)
-    done.end(100)
-    assert ends(done.text) == ends(whole)
+    assert ends(train(tmp_path / "moved", is_new=True)) == ends(whole)

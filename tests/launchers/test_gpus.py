@@ -14,8 +14,8 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe._compat_torch import has_begun_cuda
 from lightning_gnnpipe.errors import ConfigError
-from lightning_gnnpipe.trainer import _compat, processes
-from lightning_gnnpipe.trainer.launcher import WorkerLauncher
+from lightning_gnnpipe.trainer import processes
+from lightning_gnnpipe.trainer._compat_launcher import WorkerLauncher
 
 CLOSED = "RuntimeError: Connection closed by peer [127.0.0.1]:36571"
 
@@ -60,7 +60,7 @@ def test_a_killed_rank_is_the_cause_though_another_one_reports_first(
         self.procs = [SimpleNamespace(exitcode=code, pid=7) for code in codes]
         raise ProcessRaisedException(text, 0, 7)
 
-    monkeypatch.setattr(_compat.MultiProcessingLauncher, "launch", launch)
+    monkeypatch.setattr(WorkerLauncher.__base__, "launch", launch)
     strategy = GNNPipeStrategy(start_method="fork")
     launcher = WorkerLauncher(strategy, start_method="fork")
     with pytest.raises((ProcessRaisedException, ProcessExitedException), match=cause):

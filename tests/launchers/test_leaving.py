@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.cases import slow
-from tests.helpers.scripts import Script, start_script
+from tests.helpers.scripts import run_script
 
 SCRIPT = """
 import atexit, os, signal, sys
@@ -27,7 +27,7 @@ RANK = None
 atexit.register(say)
 
 import lightning as L
-from tests.launchers.ring import fit, make_module
+from tests.helpers.observed import fit
 
 how = sys.argv[1]
 
@@ -51,17 +51,8 @@ if __name__ == "__main__":
         "spawn fails": {"start_method": "spawn"},
     }.get(how, {})
     devices = 4 if how == "hybrid" else 2
-    fit(make_module(), Stops(), devices=devices, strategy={"num_chunks": 3, **options})
+    fit(devices, Stops(), max_epochs=4, start_method="popen", strategy=options)
 """
-
-
-def run(tmp_path: Path, how: str, is_new: bool = False, program: str = SCRIPT) -> Script:
-    """Return the script that has ended; in a fork, only the ranks it starts end as Python does."""
-    path = tmp_path / "train.py"
-    path.write_text(program)
-    script = start_script(path, how, is_new=is_new)
-    script.end(120)
-    return script
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up in /proc")
@@ -70,34 +61,26 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="threads are looked u
 @linux
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "num_ranks"), [("pipe", 2), ("hybrid", 4), ("async", 2), ("spawn", 2)]
+    ("how", "num_ranks"),
+    [("pipe", 2), ("hybrid", 4), ("async", 2), ("spawn", 2), ("stops", 2)],  # by a signal
 )
 def test_threads_of_gloo_end_before_the_interpreter(
     tmp_path: Path, how: str, num_ranks: int
 ) -> None:
-    script = run(tmp_path, how, is_new=how != "spawn")
-    assert script.returncode == 0, script.text[-3000:]
+    # In a fork, only the ranks that it starts end as Python does.
+    text = run_script(tmp_path, SCRIPT, how, is_new=how != "spawn").text
+    assert "terminate called" not in text
     for rank in range(num_ranks):
-        assert f"rank {rank} ends with gloo: False" in script.text
+        assert f"rank {rank} ends with gloo: False" in text
 
 
 @linux
 @pytest.mark.parametrize("how", ["fails", slow("spawn fails")])
 def test_a_run_that_fails_waits_for_nobody(tmp_path: Path, how: str) -> None:
     """Its groups are left as they are."""
-    script = run(tmp_path, how)
-    assert script.returncode != 0
-    assert "stopped on purpose" in script.text
-    assert "ends with gloo: True" in script.text
-
-
-@pytest.mark.slow
-@linux
-def test_a_signal_that_all_obey_is_an_orderly_end(tmp_path: Path) -> None:
-    text = run(tmp_path, "stops").text
-    assert "terminate called" not in text
-    for rank in range(2):
-        assert f"rank {rank} ends with gloo: False" in text
+    text = run_script(tmp_path, SCRIPT, how, fails=True).text
+    assert "stopped on purpose" in text
+    assert "ends with gloo: True" in text
 
 
 GROUP = """
@@ -135,6 +118,4 @@ exec(sys.argv[1])
 )
 def test_only_groups_of_ours_are_destroyed(tmp_path: Path, steps: str, is_destroyed: bool) -> None:
     """In a fork, whose functions for the end are its own."""
-    script = run(tmp_path, steps, program=GROUP)
-    assert script.returncode == 0, script.text[-3000:]
-    assert script.text.split() == ["destroyed"] * is_destroyed
+    assert run_script(tmp_path, GROUP, steps).text.split() == ["destroyed"] * is_destroyed

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.scripts import ROOT, start_script
+from tests.helpers.scripts import ROOT, run_script
 
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 INTERACTIVE = """
@@ -36,8 +36,7 @@ CALLBACKS = """
 import lightning as L
 import torch
 
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
-from tests.helpers.observed import make_data, make_module
+from tests.helpers.observed import make_data, make_module, make_trainer
 
 
 class Keeps(L.Callback):
@@ -57,11 +56,7 @@ class Predicts(type(make_module())):
 torch.set_num_threads(1)
 module, keeps = make_module(), Keeps()
 module.__class__ = Predicts
-trainer = L.Trainer(
-    accelerator="cpu", devices=2, strategy=GNNPipeStrategy(start_method=sys.argv[1]), max_epochs=3,
-    logger=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[keeps],
-    enable_checkpointing=False,
-)
+trainer = make_trainer(2, 4, keeps, start_method=sys.argv[1])
 trainer.fit(module, datamodule=make_data())
 assert len(set(map(float, keeps.losses))) == 3
 assert keeps.owner[0] is trainer and keeps.owner[1] is module.net and keeps.file is None
@@ -74,26 +69,17 @@ print("all has come back")
 """
 
 
-def run(folder: Path, text: str, *arguments: object) -> str:
-    path = folder / "cells.py"
-    path.write_text(text)
-    script = start_script(path, *arguments, is_new=False)
-    script.end(200)
-    assert script.returncode == 0, script.text[-3000:]
-    return script.text
-
-
 def test_the_example_runs_cell_by_cell(tmp_path: Path) -> None:
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     assert [cell for cell in cells if cell.get("outputs")] == []
-    text = run(tmp_path, INTERACTIVE + CELLS, NOTEBOOK, NOTEBOOK.parent)
+    text = run_script(tmp_path, INTERACTIVE + CELLS, NOTEBOOK, NOTEBOOK.parent).text
     assert "all cells have run" in text and "Verdict: would be pipelined" in text
     assert "can only be forked" not in text
 
 
 @pytest.mark.slow
 def test_a_way_that_notebooks_do_not_have_is_replaced_and_told_once(tmp_path: Path) -> None:
-    text = run(tmp_path, INTERACTIVE + CALLBACKS, "spawn")
+    text = run_script(tmp_path, INTERACTIVE + CALLBACKS, "spawn").text
     assert "all has come back" in text
     told = "processes can only be forked: from start_method='spawn' to start_method='fork'."
     assert text.count(told) == 1

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.scripts import Script, start_script
+from tests.helpers.scripts import run_script
 
 SCRIPT = """
 import sys
 import torch
 from lightning_gnnpipe.models import NodeClassifier
-from tests.launchers.ring import fit, make_module, make_net
+from tests.helpers.observed import fit, make_module
 
 
 class Late(NodeClassifier):
@@ -23,35 +23,24 @@ class Late(NodeClassifier):
 
     def configure_model(self):
         if isinstance(self.net, torch.nn.Identity):
-            torch.manual_seed(3)
-            self.net = make_net()
+            self.net = make_module(0.1).net
 
 
 if __name__ == "__main__":
     devices, start_method, kind = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    module = make_module()
+    module = make_module(0.1)
     module = Late() if kind == "late" else module
     for number in (1, devices) if kind == "twice" else (devices,):
-        options = {"start_method": start_method, "num_chunks": 3}
-        trainer = fit(module, devices=number, strategy=options)
+        trainer = fit(number, module=module, start_method=start_method)
     if trainer.global_rank == 0:
         total = sum(p.double().sum().item() for p in module.net.parameters())
         print(f"ends with {total:.6f}", flush=True)
 """
 
 
-def start(tmp_path: Path, num_stages: int, start_method: str, kind: str) -> Script:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    script = start_script(path, num_stages, start_method, kind, is_new=True)
-    script.end(100)
-    return script
-
-
 def run(tmp_path: Path, num_stages: int, start_method: str, kind: str) -> str:
-    done = start(tmp_path, num_stages, start_method, kind)
-    assert done.returncode == 0, done.text[-3000:]
-    [found] = [line for line in done.text.splitlines() if line.startswith("ends with")]
+    text = run_script(tmp_path, SCRIPT, num_stages, start_method, kind, is_new=True).text
+    [found] = [line for line in text.splitlines() if line.startswith("ends with")]
     return found
 
 
@@ -73,8 +62,7 @@ def test_all_ways_of_starting_give_the_same_weights(
 @pytest.mark.slow
 def test_trainers_of_other_numbers_of_devices_in_one_script(tmp_path: Path) -> None:
     """A rank that runs the script from its beginning says so; the remedy works."""
-    failed = start(tmp_path, 2, "popen", "twice")
-    assert failed.returncode != 0
+    failed = run_script(tmp_path, SCRIPT, 2, "popen", "twice", is_new=True, fails=True)
     assert "the same number of devices as in the Trainer that started this process" in failed.text
     assert "IndexError" not in failed.text
     run(tmp_path, 2, "spawn", "twice")

@@ -45,6 +45,7 @@ def test_another_network_runs_as_it_would_alone() -> None:
         for chunk in (*plan.whole.chunks, *plan.chunks):
             context.enter(chunk, 0, {})
             layer(X[chunk.start : chunk.end], chunk.edge_index)
+            context.leave()
     assert (gcn_conv.gcn_norm, han_conv.group) == before
     assert len(found) == 9
     for one in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from lightning_gnnpipe.staleness import StalenessMethod
 from tests.helpers import observed, trainers
 from tests.helpers.engines import one_process_engine
 from tests.helpers.reference import StaleOracle
-from tests.passing.test_convs import assert_same, gradients, move
+from tests.passing.test_convs import assert_same, assert_step, move
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -162,22 +163,15 @@ def test_p1_several_edge_sets_train_as_in_pyg(
 ) -> None:
     """An exact step equals plain PyG, a step in chunks behind it and inference do as well."""
     net = make()
-    given = arguments(net, make_batch(num_neg))
+    given, plain = arguments(net, make_batch(num_neg)), copy.deepcopy(net)
     check_support(net, num_chunks=3)
     engine = one_process_engine(net, partition=partition, recompute=recompute)
-    buffers = {name: b.clone() for name, b in net.named_buffers()}
-    expected = net(**given)
-    expected.square().sum().backward()
-    expected_grads = gradients(net)
-    for name, buffer in net.named_buffers():
-        buffer.data = buffers[name]
-    for step in range(2):
-        engine.set_step(step_index=step)
-        found = engine.forward((), given)
-        assert_same(found.detach(), expected.detach())
-        found.square().sum().backward()
-        if step == 0:
-            assert_same(gradients(net), expected_grads)
+    expected = plain(**given)
+    assert_step(engine, given, net, expected, plain)
+    engine.set_step(step_index=2)
+    found = engine.forward((), given)
+    assert_same(found.detach(), expected.detach())
+    found.sum().backward()
     net.eval()
     with torch.no_grad():
         assert_same(engine.forward((), given), net(**given))
@@ -188,22 +182,16 @@ def test_p1_several_edge_sets_train_as_in_pyg(
 @pytest.mark.parametrize("kind", DICTS)
 def test_p2_stale_steps_equal_the_oracle(kind: Any, recompute: bool) -> None:
     net = Dicts(kind)
-    batch = tuple(arguments(net, make_batch()).values())
+    given = arguments(net, make_batch())
     oracle = StaleOracle(net, CHUNKS, cross_chunk_grad_scale=2.0)
     method = StalenessMethod(linear_scale=2.0, message_scale=2.0)
     engine = one_process_engine(
         net, partition=CHUNKS, chunk_order="fixed", method=method, recompute=recompute
     )
-    for step in range(4):
-        chunked = oracle.chunked(*batch, order=(0, 1, 2)) if step else oracle.exact(*batch)
-        chunked.square().sum().backward()
-        expected_grads = gradients(net)
-        engine.set_step(step_index=step)
-        found = engine.forward(batch, {})
-        assert_same(found.detach(), chunked.detach())
-        found.square().sum().backward()
-        assert_same(gradients(net), expected_grads)
+    assert_step(engine, given, net, oracle.exact(*given.values()))
+    for _ in range(3):
         move(net, 0.1)
+        assert_step(engine, given, net, oracle.chunked(*given.values(), order=(0, 1, 2)))
 
 
 @pytest.mark.parametrize("kind", DICTS)
@@ -317,10 +305,10 @@ class CountsNodes(gnn.MessagePassing):
         return self.propagate(pos, x=x) - self.propagate(neg, x=x)
 
 
-def counting() -> Signed:
-    net = Signed()
-    net.convs = nn.ModuleList([CountsNodes()])
-    return net
+class Counting(Signed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([CountsNodes()])
 
 
 POS, NEG = "pos_edge_index", "neg_edge_index"
@@ -331,14 +319,10 @@ BOTH = {POS: POS, NEG: NEG}
 @pytest.mark.parametrize(
     ("make", "given", "text"),
     [
-        (
-            Anonymous,
-            {"first": POS, "second": NEG},
-            r"which arguments .* are edges.*'first', 'second'",
-        ),
+        (Anonymous, {"first": POS, "second": NEG}, r"which arguments .* edges.*'first', 'second'"),
         (Unclear, {**BOTH, "edge_weight": "pos_edge_weight"}, "'edge_weight' to be named after"),
         (Signed, {POS: POS, NEG: "floats"}, r"'neg_edge_index' to hold integers .*float64"),
-        (counting, BOTH, r"num_nodes=x.size"),
+        (Counting, BOTH, r"num_nodes=x.size"),
         (Crossed, {name: name for name in make_batch()}, "belongs to one edge set"),
     ],
 )
@@ -372,9 +356,7 @@ def test_a_change_of_one_edge_set_is_a_change_of_the_graph() -> None:
     engine = one_process_engine(net, partition=CHUNKS)
     for stride in (3, 9):
         given = {**arguments(net, batch), "neg_edge_index": edges(44, stride)}
-        found = engine.forward((), given)
-        assert_same(found.detach(), net(**given).detach())
-        found.sum().backward()
+        assert_step(engine, given, net, net(**given))
 
 
 def test_weights_of_edge_sets_can_be_used_in_forward() -> None:

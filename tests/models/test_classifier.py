@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +14,7 @@ from torchmetrics.functional.classification import binary_auroc
 
 from lightning_gnnpipe.datamodule import FullGraphDataModule
 from lightning_gnnpipe.models import GCNII, GIN, GraphClassifier, NodeClassifier
+from tests.helpers.trainers import quiet_trainer
 
 
 @pytest.fixture
@@ -52,12 +51,6 @@ def of_graphs(**options: Any) -> GraphClassifier:
     return GraphClassifier(GIN(1, 16, 2, 2, 0.0, pool="max"), 2, **({"lr": 0.01} | options))
 
 
-def build_trainer(folder: Path, **kwargs: Any) -> L.Trainer:
-    options = dict(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
-    options |= dict(enable_model_summary=False, default_root_dir=folder)
-    return L.Trainer(**(options | kwargs))
-
-
 def load(graphs: list[Data], batch_size: int = 8, shuffle: bool = False) -> DataLoader:
     return DataLoader(graphs, batch_size, shuffle=shuffle)
 
@@ -71,7 +64,7 @@ def test_trains_and_logs_in_a_plain_trainer(metric, nodes, graphs, tmp_path):
         module, tested = of_graphs(metric=metric), load(graphs[20:])
         data = load(graphs[:20], shuffle=True), tested
     best = ModelCheckpoint(tmp_path, monitor=f"val_{metric}", mode="max")
-    trainer = build_trainer(tmp_path, max_epochs=30, callbacks=[best])
+    trainer = quiet_trainer(max_epochs=30, callbacks=[best], enable_checkpointing=True)
     trainer.fit(module, *data)
     logged = trainer.callback_metrics
     assert {"train_loss", f"train_{metric}", "val_loss", f"val_{metric}"} <= set(logged)
@@ -81,8 +74,8 @@ def test_trains_and_logs_in_a_plain_trainer(metric, nodes, graphs, tmp_path):
     assert found == {f"test_{metric}": 1.0}
 
 
-def test_figures_of_nodes_are_those_of_the_mask_and_predictions_of_all(nodes, tmp_path):
-    module, graph, trainer = of_nodes(), nodes.data, build_trainer(tmp_path)
+def test_figures_of_nodes_are_those_of_the_mask_and_predictions_of_all(nodes):
+    module, graph, trainer = of_nodes(), nodes.data, quiet_trainer()
     [logged] = trainer.validate(module, datamodule=nodes, verbose=False)
     with torch.no_grad():
         logits = module.eval()(graph)
@@ -94,10 +87,10 @@ def test_figures_of_nodes_are_those_of_the_mask_and_predictions_of_all(nodes, tm
     torch.testing.assert_close(predicted, logits)
 
 
-def test_figures_of_graphs_are_those_of_all_whatever_the_batches(graphs, tmp_path):
+def test_figures_of_graphs_are_those_of_all_whatever_the_batches(graphs):
     """30 graphs in batches of 8, 8, 8 and 6: means weigh each graph the same."""
     module, labels = of_graphs(), torch.cat([graph.y for graph in graphs])
-    trainer = build_trainer(tmp_path)
+    trainer = quiet_trainer()
     with torch.no_grad():
         logits = torch.cat([module.eval()(batch) for batch in load(graphs, 7)])
     loss = F.cross_entropy(logits, labels)
@@ -131,7 +124,7 @@ def test_checkpoint_restores_options_and_weights(build, nodes, graphs, tmp_path)
     if build is of_graphs:
         options["metric"], more = "auroc", {"inputs": ["x", "edge_index", "batch"]}
     module = build(**options, **more)
-    trainer = build_trainer(tmp_path, max_epochs=1, enable_checkpointing=False)
+    trainer = quiet_trainer(max_epochs=1)
     trainer.fit(module, nodes if build is of_nodes else load(graphs))
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     loaded = type(module).load_from_checkpoint(tmp_path / "last.ckpt", net=build().net)

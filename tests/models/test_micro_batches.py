@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from vig import PixelViG, ViG
 
 from lightning_gnnpipe.models import GIN
@@ -23,7 +23,8 @@ from tests.helpers.batches import (
 from tests.helpers.launch import FitResult, fit_batches
 from tests.helpers.record import assert_steps_equal
 
-TENSORS = {"gin": ("x", "edge_index", "batch", "edge_attr"), "vig": ("x", "batch")}
+OF_GRAPH = ("x", "edge_index", "batch")
+INPUTS = {"gin": (*OF_GRAPH, "edge_attr"), "vig": ("x", "batch"), "pixelvig": OF_GRAPH}
 ENDS = NUM_FEATURES, 8, NUM_TARGETS
 
 
@@ -34,19 +35,6 @@ def build(name: str) -> nn.Module:
         return ViG(*ENDS, 3, num_neighbours=3)
     widths = dict(grapher_channels=8, feed_forward_channels=8, head_channels=8)
     return PixelViG(NUM_FEATURES, NUM_TARGETS, 3, **widths)
-
-
-class Module(GraphModule):
-    """Regression by a network that takes bare tensors."""
-
-    def __init__(self, name: str) -> None:
-        with torch.random.fork_rng():
-            torch.manual_seed(5)
-            super().__init__(net=build(name))
-        self.tensors = TENSORS.get(name, ("x", "edge_index", "batch"))
-
-    def forward(self, data: Any) -> Tensor:
-        return self.net(*(data[name] for name in self.tensors))
 
 
 BATCHES = [draw_batch(SIZES, seed) for seed in range(3)]
@@ -62,7 +50,9 @@ def test_stages_equal_plain_lightning(
     name: str, num_stages: int, num_chunks: int, batches: list[Any], tmp_path: Path
 ) -> None:
     def fit(**options: int) -> FitResult:
-        return fit_batches(Module(name), batches, tmp_path=tmp_path, **options)
+        torch.manual_seed(5)
+        module = GraphModule(net=build(name), inputs=INPUTS[name])
+        return fit_batches(module, batches, tmp_path=tmp_path, **options)
 
     plain, piped = fit(), fit(num_stages=num_stages, num_chunks=num_chunks)
     assert_steps_equal(piped.steps, plain.steps)

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch_geometric.data import Batch
 from torch_geometric.nn import MessagePassing
 from vig import MaxRelativeConv, NearestNeighbours, PixelViG, ViG
 
-from tests.models.batches import EXACT, assert_same_gradients, draw_graphs, join
+from tests.helpers.batches import EXACT, NUM_FEATURES, assert_same, draw_batch
 
 CONVS = ["max_relative", "edge", "gin", "sage"]
 GRID = (3, 4)
@@ -20,13 +21,13 @@ UNEQUAL = [5, 1, 12, 3, 1]
 
 def build(**options) -> ViG:
     torch.manual_seed(0)
-    return ViG(3, 8, 4, 3, **({"num_neighbours": 4} | options)).double()
+    return ViG(NUM_FEATURES, 8, 4, 3, **({"num_neighbours": 4} | options)).double()
 
 
 def build_pixels(**options) -> PixelViG:
     torch.manual_seed(0)
     widths = dict(grapher_channels=8, feed_forward_channels=16, head_channels=12)
-    return PixelViG(3, 4, 2, **widths, **options).double()
+    return PixelViG(NUM_FEATURES, 4, 2, **widths, **options).double()
 
 
 def count(module: nn.Module) -> int:
@@ -75,16 +76,14 @@ def compute_vig(net: ViG, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("grid", [None, GRID])
 def test_vig_is_its_formula(grid):
-    net, images = build(grid=grid), draw_graphs([12] * 3, 3)
-    batch = join(images)
-    expected = torch.stack([compute_vig(net, image.x) for image in images])
+    net, batch = build(grid=grid), draw_batch([12] * 3)
+    expected = torch.stack([compute_vig(net, x) for x in batch.x.split(12)])
     found = net(batch.x, batch.batch)
-    torch.testing.assert_close(found, expected, **EXACT)
-    assert_same_gradients(net, found, expected)
+    assert_same(net, found, expected)
 
 
 def test_pixel_vig_is_its_formula():
-    net, batch = build_pixels(), join(draw_graphs([4, 6], 3))
+    net, batch = build_pixels(), draw_batch([4, 6])
     adjacency = torch.zeros(10, 10, dtype=torch.float64)
     for source, target in batch.edge_index.t():
         adjacency[target, source] += 1
@@ -97,8 +96,7 @@ def test_pixel_vig_is_its_formula():
         x = x + block.feed_forward(x)
     expected = net.head.mlp(torch.stack([x[:4].sum(0), x[4:].sum(0)]))
     found = net(batch.x, batch.edge_index, batch.batch)
-    torch.testing.assert_close(found, expected, **EXACT)
-    assert_same_gradients(net, found, expected)
+    assert_same(net, found, expected)
 
 
 def test_max_relative_of_a_node_without_edges_is_zero():
@@ -113,13 +111,12 @@ def test_max_relative_of_a_node_without_edges_is_zero():
 @pytest.mark.parametrize("sizes", [[12], [7, 7, 7], UNEQUAL])
 @pytest.mark.parametrize("num_neighbours", [1, 4, 20])
 def test_neighbours_are_those_found_by_sorting(sizes, num_neighbours):
-    graphs = draw_graphs(sizes, 5)
-    batch = join(graphs)
+    batch = draw_batch(sizes)
     edges = NearestNeighbours(num_neighbours)(batch.x, batch.batch)
     expected = {
-        (int(first) + m, int(first) + n)
-        for graph, first in zip(graphs, batch.ptr, strict=False)
-        for n, others in enumerate(find_edges(graph.x, num_neighbours))
+        (first + m, first + n)
+        for x, first in zip(batch.x.split(sizes), batch.ptr.tolist(), strict=False)
+        for n, others in enumerate(find_edges(x, num_neighbours))
         for m in others
     }
     pairs = [tuple(pair) for pair in edges.t().tolist()]
@@ -129,7 +126,7 @@ def test_neighbours_are_those_found_by_sorting(sizes, num_neighbours):
 
 def test_graphs_without_nodes_have_no_edges_and_logits_of_their_own():
     batch = torch.tensor([0, 0, 2, 2])  # none of graph 1
-    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).double()
+    x = draw_batch([4]).x
     net = build()
     without = net(x, torch.tensor([0, 0, 1, 1]))
     torch.testing.assert_close(net(x, batch)[[0, 2]], without, **EXACT)
@@ -139,17 +136,16 @@ def test_graphs_without_nodes_have_no_edges_and_logits_of_their_own():
 @pytest.mark.parametrize("conv", CONVS)
 @pytest.mark.parametrize("sizes, grid", [(UNEQUAL, None), ([12, 12, 12], GRID)])
 def test_logits_and_gradients_do_not_depend_on_the_other_graphs(conv, sizes, grid):
-    net, graphs = build(conv=conv, grid=grid), draw_graphs(sizes, 3)
+    net, batch = build(conv=conv, grid=grid), draw_batch(sizes)
 
-    def run(some):
+    def run(batch):
         net.zero_grad()
-        batch = join(some)
         logits = net(batch.x, batch.batch)
         logits.square().sum().backward()
         return logits.detach(), [p.grad.clone() for p in net.parameters() if p.grad is not None]
 
-    logits, gradients = run(graphs)
-    apart = [run([graph]) for graph in graphs]
+    logits, gradients = run(batch)
+    apart = [run(Batch.from_data_list([graph])) for graph in batch.to_data_list()]
     torch.testing.assert_close(logits, torch.cat([one for one, _ in apart]), **EXACT)
     for whole, *parts in zip(gradients, *(parts for _, parts in apart), strict=True):
         torch.testing.assert_close(whole, sum(parts), **EXACT)
@@ -171,7 +167,7 @@ def test_pixel_vig_has_the_size_of_the_study(norm):
 
 @pytest.mark.parametrize("conv", CONVS)
 def test_every_parameter_gets_a_gradient_with_batch_norm(conv):
-    net, batch = build(conv=conv, norm="batch", grid=GRID, dropout=0.1), join(draw_graphs([12], 3))
+    net, batch = build(conv=conv, norm="batch", grid=GRID, dropout=0.1), draw_batch([12])
     logits = net(batch.x, batch.batch)
     assert logits.shape == (1, 4)
     logits.square().sum().backward()
@@ -181,4 +177,4 @@ def test_every_parameter_gets_a_gradient_with_batch_norm(conv):
 
 def test_images_that_fill_no_grid_are_refused():
     with pytest.raises(ValueError, match=r"Expected images of 3 x 4 nodes each \(got 13 nodes\)"):
-        build(grid=GRID)(torch.zeros(13, 3).double(), torch.zeros(13).long())
+        build(grid=GRID)(torch.zeros(13, NUM_FEATURES).double(), torch.zeros(13).long())

@@ -1,11 +1,14 @@
-"""The GPU's kernel, on the CPU by Triton's interpreter: sums of rows, of every length and dtype."""
+"""Sums of rows: on the CPU, and by the GPU's kernel, which Triton's interpreter runs."""
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import logging
 import sys
+from collections.abc import Callable
+from itertools import product
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,6 @@ import torch
 from lightning_gnnpipe.passing import sparse
 from lightning_gnnpipe.passing.sparse import SparseRows, multiply
 
-pytest.importorskip("triton")
 NAME = "lightning_gnnpipe.passing.row_sums"
 COUNTS = torch.tensor([3, 0, 40, 1, 8, 9, 0, 17, 0])  # entries by row
 NUM_COLUMNS = 11
@@ -23,9 +25,18 @@ CLOSE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.
 
 @pytest.fixture
 def row_sums(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    pytest.importorskip("triton")
     module = importlib.import_module(NAME)
     monkeypatch.setattr(module, "LONGEST", 8)
     return module
+
+
+@pytest.fixture
+def kernels(request: pytest.FixtureRequest) -> list[Callable[[SparseRows, torch.Tensor], Any]]:
+    """Return the product on the CPU, and the GPU's if Triton is installed."""
+    if importlib.util.find_spec("triton") is None:
+        return [multiply]
+    return [multiply, request.getfixturevalue("row_sums").sum_rows]
 
 
 @pytest.mark.some_cases(12)
@@ -33,8 +44,12 @@ def row_sums(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize("channels", [1, 5, 130])
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("counts", [COUNTS, COUNTS.clamp(max=8)], ids=["long rows", "short rows"])
-def test_sums_equal_float64(
-    row_sums: ModuleType, counts: torch.Tensor, dtype: torch.dtype, channels: int, has_values: bool
+def test_sums_equal_float64_under_autocast_too(
+    kernels: list[Callable[[SparseRows, torch.Tensor], Any]],
+    counts: torch.Tensor,
+    dtype: torch.dtype,
+    channels: int,
+    has_values: bool,
 ) -> None:
     torch.manual_seed(0)
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
@@ -49,8 +64,9 @@ def test_sums_equal_float64(
     expected = torch.zeros(counts.numel(), channels, dtype=torch.float64)
     expected.index_add_(0, torch.arange(counts.numel()).repeat_interleave(counts), entries)
     scale = float(expected.abs().max())
-    for _ in range(2):  # the second time with the cuts of the first
-        found = row_sums.sum_rows(rows, table)
+    for sum_rows, is_cast in product(kernels, (False, True)):  # cast with the cuts of the first
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            found = sum_rows(rows, table)
         assert found.dtype == dtype and found.shape == expected.shape
         assert not found._is_view()  # layers may write to it
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=CLOSE[dtype] * scale)

@@ -84,9 +84,12 @@ class Steps:
         torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
         output.sum().backward()
         self.begin()
-        record = self.engine.last_step.record
-        assert record is not None
-        return record.is_exact
+        return self.was_exact
+
+    @property
+    def was_exact(self) -> bool:
+        assert self.engine.last_step.record is not None
+        return self.engine.last_step.record.is_exact
 
 
 def features(seed: int) -> Tensor:
@@ -140,10 +143,6 @@ def test_inputs_that_come_again_are_pipelined(kind: str) -> None:
     assert [steps.run(*arguments(step)) for step in range(len(exact))] == exact
 
 
-def noise() -> Tensor:
-    return torch.rand(N, WIDTH)
-
-
 TABLE = nn.Embedding(N, WIDTH, dtype=torch.float64)
 LABEL_TABLE = nn.Embedding(3, WIDTH, dtype=torch.float64)
 ENCODER = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
@@ -162,10 +161,10 @@ class Hides(torch.autograd.Function):
 
 
 NEW_EACH_STEP: dict[str, Callable[[Tensor], Tensor]] = {
-    "noise": lambda x: x + noise(),
+    "noise": lambda x: x + torch.rand(N, WIDTH),
     "dropout": lambda x: F.dropout(x, 0.5),
     "known labels": lambda x: x + F.one_hot(LABELS, WIDTH) * (torch.rand(N, 1) < 0.5),
-    "encoder after noise": lambda x: ENCODER(x + noise()),
+    "encoder after noise": lambda x: ENCODER(x + torch.rand(N, WIDTH)),
     "dropout after encoder": lambda x: F.dropout(ENCODER(x), 0.5),
     "label embedding": lambda x: (
         ENCODER(x) + LABEL_TABLE(torch.where(torch.rand(N) < 0.5, LABELS, 2))
@@ -174,9 +173,9 @@ NEW_EACH_STEP: dict[str, Callable[[Tensor], Tensor]] = {
         (torch.rand(N).argsort()[:9],), LABEL_TABLE(LABELS[:9])
     ),
     "masked": lambda x: ENCODER(x).masked_fill(torch.rand(N, 1) < 0.5, 0.0),
-    "noise beside weights": lambda x: TABLE.weight + noise(),
-    "joined": lambda x: torch.cat([TABLE.weight[:12], noise()[:12]]),
-    "in a function": lambda x: Hides.apply(TABLE.weight, noise()),
+    "noise beside weights": lambda x: TABLE.weight + torch.rand(N, WIDTH),
+    "joined": lambda x: torch.cat([TABLE.weight[:12], torch.rand(N, WIDTH)[:12]]),
+    "in a function": lambda x: Hides.apply(TABLE.weight, torch.rand(N, WIDTH)),
     "a random row of a table": lambda x: TABLE(torch.randint(N, (N,))),
 }
 
@@ -192,7 +191,7 @@ def test_an_input_that_is_new_in_each_step_runs_exactly(
     assert all(steps.run(NEW_EACH_STEP[kind](x), EDGES) for _ in range(4))
     logged = [one for one in caplog.messages if "of the pipelined module changed" in one]
     assert len(logged) == 1 and "'x' of the pipelined module changed" in logged[0]
-    assert not steps.engine.graphs.inputs.get(0) and len(list(steps.engine.graphs.inputs)) == 1
+    assert len(steps.engine.graphs.inputs.kept) == 1
 
 
 COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -210,15 +209,12 @@ COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("kind", COMPUTED)
 def test_what_trained_weights_compute_of_the_same_data_is_the_same_input(kind: str) -> None:
     steps, x = Steps(), features(0)
-    exact = [steps.run(COMPUTED[kind](x), EDGES) for _ in range(3)]
-    assert exact == [True, False, False]
+    assert [steps.run(COMPUTED[kind](x), EDGES) for _ in range(3)] == [True, False, False]
     with torch.no_grad():
         ENCODER.weight += 0.01
         TABLE.weight += 0.01
-    output = steps.net(COMPUTED[kind](x), EDGES)  # now with stale rows
-    output.sum().backward()
-    assert steps.engine.last_step.record is not None
-    assert not steps.engine.last_step.record.is_exact
+    steps.net(COMPUTED[kind](x), EDGES).sum().backward()  # now with stale rows
+    assert not steps.was_exact
 
 
 @pytest.mark.some_cases(2)
@@ -253,7 +249,7 @@ def test_validation_is_given_what_training_is_although_it_reads_less() -> None:
         net.train()(features(0), EDGES).sum().backward()
         with torch.no_grad():
             net.eval()(features(0), EDGES)
-        (own,) = engine.graphs.inputs
+        (own,) = engine.graphs.inputs.kept.values()
         assert own.state is RowState.RENEWED
 
 
@@ -261,8 +257,7 @@ def test_where_changes_are_allowed_steps_stay_pipelined() -> None:
     steps, exact = Steps(allows_changes=True), []
     for x in X:
         steps.net(x, EDGES).sum().backward()
-        assert steps.engine.last_step.record is not None
-        exact.append(steps.engine.last_step.record.is_exact)
+        exact.append(steps.was_exact)
     assert exact == [True, False, False]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 from torch_geometric import nn as gnn
@@ -89,13 +89,10 @@ class Surrounded(GraphModule):
         self.kept.reset()
 
 
-class Gathers(L.Callback):
-    """Has what a user gathers come from each replica once."""
-
-    def on_validation_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        own = trainer.strategy.distributed_sampler_kwargs["rank"]
-        every = module.all_gather(torch.tensor(own))
-        assert every.tolist() == list(range(REPLICAS))
+def gather(trainer: L.Trainer, module: L.LightningModule) -> None:
+    """What a user gathers comes from each replica once."""
+    own = trainer.strategy.distributed_sampler_kwargs["rank"]
+    assert module.all_gather(torch.tensor(own)).tolist() == list(range(REPLICAS))
 
 
 def draw_graphs() -> list[Data]:
@@ -182,8 +179,9 @@ def test_replicas_equal_one_device_on_all_of_their_batches(num_stages: int, tmp_
     """
     options = {"strategy_kwargs": {"save_distributed_checkpoint": num_stages > 1}}
     saver = ModelCheckpoint(tmp_path, "{epoch}", monitor="val_loss", save_top_k=-1)
-    stopper = EarlyStopping("val_loss", patience=5)
-    found = fit(num_stages, tmp_path, StatsRecorder(tmp_path), Gathers(), saver, stopper, **options)
+    callbacks = (saver, EarlyStopping("val_loss", patience=5), StatsRecorder(tmp_path))
+    gathers = LambdaCallback(on_validation_epoch_end=gather)
+    found = fit(num_stages, tmp_path, gathers, *callbacks, **options)
 
     expected, module = train_on_union()
     for steps, own in zip([found.steps, *found.others], expected, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, StalenessWarmup
-from tests.helpers.cases import covering, name_of, slow
+from tests.helpers.cases import covering, name_of
 from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.launch import (
     FitResult,
@@ -64,39 +65,23 @@ def fit_both(
 
 
 @pytest.mark.some_cases(2)
-@pytest.mark.parametrize(("name", "setting"), covering(NETS, SETTINGS))
-def test_one_stage_equals_plain_lightning(name: str, setting: str, tmp_path: Path) -> None:
-    assert_transparent(*fit_both(name, setting, tmp_path))
-
-
-@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("case", "name"), covering(all_cases(), ["gcn", "edge"]), ids=name_of)
 def test_one_stage_equals_plain_lightning_on(case: GraphCase, name: str, tmp_path: Path) -> None:
     assert_transparent(*fit_both(name, "momentum", tmp_path, case))
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(4)
 @pytest.mark.parametrize(
     ("name", "setting", "num_stages", "num_shards"),
     [
-        # every model and every setting on two stages and on three; in the fast ones, on either
-        ("gcn", "clip", 2, 1),
-        slow("sage", "all", 2, 1),
-        slow("gcnii", "adam", 2, 1),
-        slow("gat_jk", "momentum", 2, 1),
-        ("edge", "accumulate", 2, 1),
-        ("gcnii", "decay", 2, 1),
-        slow("gcn", "accumulate", 3, 1),
-        ("sage", "momentum", 3, 1),
-        slow("gcnii", "clip", 3, 1),
-        ("gat_jk", "all", 3, 1),
-        ("edge", "adam", 3, 1),
-        slow("gcn", "decay", 3, 1),
-        slow("gcnii", "all", 1, 2),
+        *covering(NETS, SETTINGS, [1], [1]),
+        # every model and every setting on two stages, on three, and with shards
+        *(
+            (name, setting, *where)
+            for where in [(2, 1), (3, 1), (2, 2)]
+            for name, setting in zip(cycle(NETS), SETTINGS, strict=False)
+        ),
         ("gat_jk", "clip", 1, 3),
-        slow("edge", "accumulate", 2, 2),
-        ("sage", "all", 2, 2),
-        slow("gcn", "adam", 1, 2),
     ],
 )
 def test_stages_and_shards_equal_plain_lightning(

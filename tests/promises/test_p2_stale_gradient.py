@@ -107,8 +107,8 @@ def assert_equals_oracle(
         method=method(scale),
     )
     assert_steps_equal(fit.steps, expected)
-    for key, value in oracle.state_dict().items():
-        torch.testing.assert_close(fit.state_dict[key], value, rtol=1e-10, atol=1e-10)
+    state = dict(oracle.state_dict())
+    torch.testing.assert_close(fit.state_dict, state, rtol=1e-10, atol=1e-10)
 
 
 # The product of all options on one stage; the models take turns. One in eleven has every value.

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
@@ -16,27 +15,13 @@ from lightning_gnnpipe.models import GCNII, GNN, NodeClassifier
 from lightning_gnnpipe.schedule import graph_parallel_bytes, pipeline_bytes
 from lightning_gnnpipe.types import CodecOption, RepeatOption
 from tests.helpers.cases import slow
+from tests.helpers.encoders import WIDTH, EdgeEncoded
+from tests.helpers.graphs import NUM_CLASSES, NUM_EDGE_FEATURES, NUM_FEATURES, communities
 from tests.helpers.record import StatsRecorder
 from tests.helpers.trainers import quiet_trainer
 
-N, E, D, C = 37, 120, 8, 3
+N, F, D, C = 37, NUM_FEATURES, 8, NUM_CLASSES
 FLOAT = 4
-
-
-class EdgeNet(nn.Module):
-    """Updates edge features between layers: they cross the cut with one row an edge."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = nn.Linear(2, 5)
-        self.convs = nn.ModuleList(
-            [gnn.GINEConv(nn.Linear(4, D), edge_dim=5), gnn.GINEConv(nn.Linear(D, C), edge_dim=5)]
-        )
-
-    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
-        edge_attr = self.encode(edge_attr)
-        x = self.convs[0](x, edge_index, edge_attr).relu()
-        return self.convs[1](x, edge_index, edge_attr)
 
 
 class EdgeClassifier(NodeClassifier):
@@ -45,13 +30,9 @@ class EdgeClassifier(NodeClassifier):
 
 
 def graph() -> Data:
-    generator = torch.Generator().manual_seed(0)
-    return Data(
-        x=torch.randn(N, 4, generator=generator),
-        edge_index=torch.randint(0, N, (2, E), generator=generator),
-        edge_attr=torch.randn(E, 2, generator=generator),
-        y=torch.randint(0, C, (N,), generator=generator),
-    )
+    data = communities(5, N).data
+    data.x, data.edge_attr = data.x.float(), data.edge_attr.float()
+    return data
 
 
 def measure(
@@ -65,7 +46,7 @@ def measure(
     **piped: Any,
 ) -> list[dict[str, int]]:
     """Return the bytes of three steps."""
-    kind = EdgeClassifier if isinstance(net, EdgeNet) else NodeClassifier
+    kind = EdgeClassifier if isinstance(net, EdgeEncoded) else NodeClassifier
     trainer = quiet_trainer(
         num_stages * num_shards,
         {"num_chunks": num_chunks, "graph_parallel": num_shards, **piped},
@@ -99,13 +80,13 @@ def test_p5_bytes_equal_the_formula(
 
     The first step is exact, the others are not.
     """
-    net = GCNII(4, D, C, num_layers=4)
+    net = GCNII(F, D, C, num_layers=4)
     steps = measure(tmp_path, net, num_stages, num_chunks, repeat_encoder=repeat)
     row_bytes = (D if repeat else 2 * D) * FLOAT
     crossing = 2 * (num_stages - 1) * N * row_bytes
     outputs = (num_stages - 1) * N * C * FLOAT
     # weight and bias of the encoder, once for each stage but the first
-    tied = repeat * (num_stages - 1) * (4 * D + D) * FLOAT
+    tied = repeat * (num_stages - 1) * (F * D + D) * FLOAT
     for step in steps:
         assert step.get("forward", 0) == step.get("backward", 0) == crossing // 2
         assert step.get("output", 0) == outputs
@@ -133,7 +114,7 @@ def test_p5_bytes_equal_the_formula(
 def test_p5_codecs_count_at_cuts(
     codec: CodecOption, forward: int, backward: int, tmp_path: Path
 ) -> None:
-    exact, *others = measure(tmp_path, GNN(4, D, C, num_layers=4), 2, 5, cut_codec=codec)
+    exact, *others = measure(tmp_path, GNN(F, D, C, num_layers=4), 2, 5, cut_codec=codec)
     assert exact["forward"] == exact["backward"] == N * D * FLOAT
     for step in others:
         assert (step["forward"], step["backward"]) == (forward, backward)
@@ -141,11 +122,13 @@ def test_p5_codecs_count_at_cuts(
 
 @pytest.mark.parametrize("repeat", ["auto", False])
 def test_p5_edge_features_count_by_edge(repeat: RepeatOption, tmp_path: Path) -> None:
-    [*_, step] = measure(tmp_path, EdgeNet(), 2, 4, repeat_encoder=repeat)
-    edges = 0 if repeat else E * 5
-    assert step["forward"] == step["backward"] == (N * D + edges) * FLOAT
+    """Layers read encoded edge features: they cross the cut with one row an edge."""
+    [*_, step] = measure(tmp_path, EdgeEncoded(), 2, 4, repeat_encoder=repeat)
+    edges = 0 if repeat else graph().num_edges
+    assert step["forward"] == step["backward"] == (N + edges) * WIDTH * FLOAT
     assert step["output"] == N * C * FLOAT
-    assert step.get("tied_grad", 0) == (2 * (2 * 5 + 5) * FLOAT if repeat else 0)
+    encoder = NUM_EDGE_FEATURES * WIDTH + WIDTH
+    assert step.get("tied_grad", 0) == (2 * encoder * FLOAT if repeat else 0)
 
 
 class Late(GCNII):
@@ -161,22 +144,22 @@ class Late(GCNII):
 
 def test_p5_only_those_that_share_a_weight_sum_its_gradient(tmp_path: Path) -> None:
     """With shards as a ring of all would: over stages on the way there, over shards at its end."""
-    [*_, step] = measure(tmp_path, Late(4, D, C, num_layers=3), 3, 4)
+    [*_, step] = measure(tmp_path, Late(F, D, C, num_layers=3), 3, 4)
     assert step["forward"] == step["backward"] == 2 * N * D * FLOAT
-    assert step["tied_grad"] == 2 * (4 * D + D) * FLOAT
-    [*_, step] = measure(tmp_path, GCNII(4, D, C, num_layers=4), 2, 4, num_shards=2)
+    assert step["tied_grad"] == 2 * (F * D + D) * FLOAT
+    [*_, step] = measure(tmp_path, GCNII(F, D, C, num_layers=4), 2, 4, num_shards=2)
     assert step["forward"] == step["backward"] == N * D * FLOAT
-    assert step["tied_grad"] == 2 * (4 - 1) * (4 * D + D) * FLOAT
+    assert step["tied_grad"] == 2 * (4 - 1) * (F * D + D) * FLOAT
 
 
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize("num_shards", [2, 3])
 def test_p5_graph_parallel_bytes_equal_the_formula(num_shards: int, tmp_path: Path) -> None:
     num_layers = 3
-    net, data = GNN(4, D, D, num_layers), graph()
+    net, data = GNN(F, D, D, num_layers), graph()
     # Every node has edges from all others, so that each shard reads all rows of the others.
     data.edge_index = torch.cartesian_prod(torch.arange(N), torch.arange(N)).t()
-    del data.edge_attr
+    del data.edge_attr, data.edge_weight
     weight_bytes = sum(p.numel() for p in net.parameters()) * FLOAT
     for step in measure(tmp_path, net, 1, 1, num_shards, data, num_classes=D):
         assert step["halo"] == step["halo_grad"] == num_layers * (num_shards - 1) * N * D * FLOAT

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import random
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch_geometric.data import Data
 
 from lightning_gnnpipe import EmbeddingRefresh, StalenessWarmup
 from lightning_gnnpipe.saving.sidecar import histories_folder
-from tests.helpers.cases import slow
+from tests.helpers.cases import covering, slow
 from tests.helpers.realistic import realistic_graph
 from tests.helpers.record import StatsRecorder, as_held
 from tests.helpers.trainers import quiet_trainer
@@ -144,20 +143,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "inputs": {"num_inputs": 2, "callbacks": [EmbeddingRefresh(3)]},
     "inputs_shards": {"num_inputs": 2, "graph_parallel": 2},
 }
-FAST = {
-    *((1, name) for name in ("bfloat16", "recompute", "constant_recompute", "dropped")),
-    *((1, name) for name in ("refresh", "shards")),
-    (2, "snapshot"),
-    (2, "inputs"),
-    (3, "defaults"),
-}
 
 
 @pytest.mark.some_cases(1)
-@pytest.mark.parametrize(
-    ("num_stages", "variant"),
-    [one if one in FAST else slow(*one) for one in product([1, 2, 3], VARIANTS)],
-)
+@pytest.mark.parametrize(("num_stages", "variant"), covering([1, 2, 3], VARIANTS))
 def test_p6_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
     num_stages: int, variant: str, tmp_path: Path
 ) -> None:
@@ -178,18 +167,8 @@ def test_p6_in_half_precision(num_shards: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.some_cases(1)
-@pytest.mark.parametrize(
-    ("variant", "first", "second"),
-    [
-        ("inputs", 2, 1),
-        ("refresh", 1, 3),
-        ("defaults", 2, 1),
-        ("snapshot", 3, 2),
-        *(slow(one, 2, 1) for one in ("refresh", "snapshot")),
-        *(slow(one, 1, 3) for one in ("defaults", "snapshot", "inputs")),
-        *(slow(one, 3, 2) for one in ("defaults", "refresh", "inputs")),
-    ],
-)
+@pytest.mark.parametrize("variant", ["inputs", "refresh", "defaults", "snapshot"])
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 3), (3, 2)])
 def test_p6_another_number_of_stages_goes_on_alike(
     first: int, second: int, variant: str, tmp_path: Path
 ) -> None:

@@ -28,14 +28,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_gnnpipe.comm.transport as transport
 import lightning_gnnpipe.chunks.step as steps
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.saving import sidecar
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.models import GIN, GNN, GraphClassifier, NodeClassifier
+from lightning_gnnpipe.models import GIN, GraphClassifier, NodeClassifier
 from lightning_gnnpipe.trainer.replay import StepReplay
 from torch.multiprocessing import ProcessContext
-from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
+from tests.helpers.observed import NUM_FEATURES, make_data, make_module
+from tests.helpers.trainers import quiet_trainer
 
 torch.set_num_threads(1)
 join = getattr(ProcessContext, "_join_procs_with_timeout", None)
@@ -54,49 +54,47 @@ def is_due():
         current.current_epoch == 2 and not current.sanity_checking))
 
 
-def full(*args):
-    raise OSError(errno.ENOSPC, "No space left on device")
+def throw(error):
+    raise error
+
+
+def gather():
+    assert current.lightning_module.all_gather(torch.ones(3)).sum() == 3
+    current.lightning_module.log("seen", torch.ones(1), sync_dist=True)
+
+
+def send_to_parent():  # which sends it on
+    os.kill(os.getppid(), signal.SIGTERM)
+    deadline = time.monotonic() + 5
+    while not current.strategy._processes.signals.received and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+MISTAKE = KeyError("the user's mistake")
+MEMORY = torch.OutOfMemoryError("out of memory on purpose")
+FULL = OSError(errno.ENOSPC, "No space left on device")
+WAYS = {  # and names of signals
+    "raise": lambda: throw(MISTAKE),
+    "raise while others meet": lambda: (time.sleep(1), throw(MISTAKE)),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exit": lambda: sys.exit("enough of it"),
+    "stall": lambda: time.sleep(300),
+    "memory": lambda: throw(MEMORY),
+    "no space": lambda: setattr(sidecar, "write_stage", lambda *_: throw(FULL)),
+    "no space on the way": lambda: setattr(Transport, "_encode", lambda *_: throw(MEMORY)),
+    "forward": torch.no_grad()(
+        lambda: current.lightning_module.net(data.data.x, data.data.edge_index)),
+    "barrier": torch.distributed.barrier,
+    "gather": gather,
+    "return": lambda: None,
+    "SIGTERM-parent": send_to_parent,
+}
 
 
 def fail(place):
-    trainer = current
-    if place != where or not is_due() or trainer.global_rank != rank:
-        return
-    print("now", flush=True)
-    if how == "raise":
-        raise KeyError("the user's mistake")
-    if how == "raise while others meet":
-        time.sleep(1)
-        raise KeyError("the user's mistake")
-    if how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if how == "exit":
-        sys.exit("enough of it")
-    if how == "stall":
-        time.sleep(300)
-    if how == "memory":
-        raise torch.OutOfMemoryError("out of memory on purpose")
-    if how == "no space":
-        sidecar.write_stage = full
-    if how == "no space on the way":
-        Transport._encode = lambda *_: (_ for _ in ()).throw(
-            torch.OutOfMemoryError("out of memory on purpose"))
-    if how == "forward":
-        batch = trainer.datamodule.data
-        with torch.no_grad():
-            trainer.lightning_module.net(batch.x, batch.edge_index)
-    if how == "barrier":
-        torch.distributed.barrier()
-    if how == "gather":
-        assert trainer.lightning_module.all_gather(torch.ones(3)).sum() == 3
-        trainer.lightning_module.log("seen", torch.ones(1), sync_dist=True)
-    if how.startswith("SIG"):
-        os.kill(os.getppid() if how == "SIGTERM-parent" else os.getpid(),
-                getattr(signal, how.removesuffix("-parent")))
-    if how == "SIGTERM-parent":  # which sends it on
-        deadline = time.monotonic() + 5
-        while not trainer.strategy._processes.signals.received and time.monotonic() < deadline:
-            time.sleep(0.01)
+    if place == where and is_due() and current.global_rank == rank:
+        print("now", flush=True)
+        WAYS[how]() if how in WAYS else os.kill(os.getpid(), getattr(signal, how))
 
 
 def failing(name, work):
@@ -147,30 +145,19 @@ class Watches(L.Callback):
 
 
 if __name__ == "__main__":
-    generator = torch.Generator().manual_seed(0)
-    data = Data(
-        x=torch.randn(30, 4, generator=generator),
-        edge_index=torch.randint(0, 30, (2, 90), generator=generator),
-        y=torch.randint(0, 3, (30,), generator=generator),
-    )
+    data = make_data()
     saves = where == "save" or how == "no space"
     saver = ModelCheckpoint(folder, every_n_epochs=3 if saves else 1000)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=devices, max_epochs=epochs, logger=False,
-        callbacks=[Watches(), saver], enable_progress_bar=False, enable_model_summary=False,
-        strategy=GNNPipeStrategy(
-            start_method=start_method, timeout=timedelta(seconds=seconds), **options
-        ),
-    )
-    current = trainer
+    strategy = {"start_method": start_method, "timeout": timedelta(seconds=seconds), **options}
+    saving = {"callbacks": [Watches(), saver], "enable_checkpointing": True}
+    trainer = current = quiet_trainer(devices, strategy, max_epochs=epochs, **saving)
     if "data_parallel" in options or "schedule" in options:
-        data.y = data.y[:1]
-        graphs = DataLoader([data] * 12, batch_size=3)
-        net = GIN(4, 8, 3, num_layers=4)
+        data.data.y = data.data.y[:1]
+        graphs = DataLoader([data.data] * 12, batch_size=3)
+        net = GIN(NUM_FEATURES, 8, 3, num_layers=4)
         trainer.fit(OfGraphs(net, 3), graphs, graphs)
     else:
-        net = GNN(4, 8, 3, num_layers=4)
-        trainer.fit(OfNodes(net, 3), datamodule=FullGraphDataModule(data))
+        trainer.fit(OfNodes(make_module().net, 3), datamodule=data)
     print("ended by itself", flush=True)
 """
 
@@ -233,15 +220,9 @@ def run(
 ) -> Script:
     """Run the script to its end, of which no process may be left.
 
-    Args:
-        tmp_path: Holds the script and its checkpoints.
-        where: What fails in the third epoch, on `rank`.
-        how: The kind of failure.
-        rank: Of the process that fails.
-        start_method: With popen only the other ranks have a new Python, since the script is a fork;
-            but it has its own where it sends itself a signal, or ranks say who made which call.
-        number: A signal that the script gets when that rank has failed.
-        options: Of the strategy.
+    In the third epoch, `rank` fails at `where` in the way `how`; then the script gets `number`.
+    With popen only the other ranks have a new Python, since the script is a fork; but it has its
+    own where it sends itself a signal, or ranks say who made which call.
     """
     path, folder = tmp_path / "train.py", tmp_path / "checkpoints"
     path.write_text(SCRIPT)

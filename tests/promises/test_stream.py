@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from torch import Tensor
 from torch.multiprocessing import ProcessRaisedException
 from torch_geometric.data import Batch
 
 from lightning_gnnpipe.batches import stream
+from lightning_gnnpipe.graph import tensors_in
 from tests.helpers.batches import ODD_SIZES, SIZES, GraphModule, draw_batch
 from tests.helpers.launch import BatchList
 from tests.helpers.staged import FreshBatches, Staged, batches_of_all_sizes, widened
@@ -22,14 +22,10 @@ from tests.helpers.trainers import quiet_trainer
 NUM_BATCHES = 6
 
 
-class Unsized(Iterable[Any]):
+class Unsized(BatchList):
     """A loader that does not know its length."""
 
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
+    __len__ = None  # type: ignore[assignment]
 
 
 class Failing(BatchList):
@@ -152,13 +148,6 @@ def batches() -> list[Any]:
     return [draw_batch(SIZES[: 12 - i], seed=i) for i in range(NUM_BATCHES)]
 
 
-def flat(predictions: Any) -> list[Tensor]:
-    if isinstance(predictions, Tensor):
-        return [predictions]
-    items = predictions.values() if isinstance(predictions, dict) else predictions
-    return [tensor for item in items for tensor in flat(item)]
-
-
 def counts(folder: Path, num_stages: int) -> tuple[int, int, int]:
     """Calls, passes begun ahead and passes dropped, which are the same on all ranks."""
     found = {torch.load(folder / f"{rank}.pt")[1] for rank in range(num_stages)}
@@ -182,8 +171,8 @@ def compare(
     for rank in range(num_stages):
         ours = torch.load(folder / f"{rank}.pt")[0]
         assert len(ours) == len(expected)
-        for one, other in zip(flat(ours), flat(expected), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+        both = (list(tensors_in(one)) for one in (ours, expected))
+        torch.testing.assert_close(*both, rtol=1e-10, atol=1e-10)
     return counts(folder, num_stages)
 
 
@@ -245,8 +234,7 @@ def test_predictions_of_ranks_with_several_stages(
     trainer.predict(Staged(), loader, return_predictions=False)
     for rank in range(num_stages):
         found = torch.load(tmp_path / f"{rank}.pt")[0]
-        for ours, theirs in zip(found, plain, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
 
 
 def test_validation_and_test_stream_between_training_steps(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -37,18 +38,19 @@ def graph() -> Data:
 
 
 class Two(FullGraphDataModule):
-    """Validates on a graph of its own."""
+    """Validates on a graph of its own, or on several."""
 
-    def __init__(self, change: Callable[[Data], Data]) -> None:
+    def __init__(self, *changes: Callable[[Data], Data]) -> None:
         super().__init__(graph())
-        self.other = FullGraphDataModule(change(graph()))
+        self.others = [FullGraphDataModule(change(graph())) for change in changes]
 
     def setup(self, stage: str) -> None:
-        super().setup(stage)
-        self.other.setup(stage)
+        for one in (super(), *self.others):
+            one.setup(stage)
 
     def val_dataloader(self) -> Any:
-        return self.other.val_dataloader()
+        loaders = [one.val_dataloader() for one in self.others]
+        return loaders if len(loaders) > 1 else loaders[0]
 
 
 def train(
@@ -83,6 +85,10 @@ def are_equal(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
+def same(data: Data) -> Data:
+    return data
+
+
 def scaled(data: Data) -> Data:
     data.x = data.x * 100
     return data
@@ -98,24 +104,19 @@ def test_rows_of_validation_are_those_of_a_pass_before_every_step(
     wanted = train(LAST, None, EmbeddingRefresh(1), limit_val_batches=0, **where)
     last = train(LAST, **where)
     assert are_equal(train(WHERE_THERE, **where), wanted)
-    assert are_equal(train(WHERE_THERE, Two(lambda data: data), **where), wanted)
+    assert are_equal(train(WHERE_THERE, Two(same), **where), wanted)
     assert are_equal(train(WHERE_THERE, limit_val_batches=0, **where), last)
     assert not are_equal(last, wanted)
 
 
 def test_validation_saves_the_pass_that_renews_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps are the same with validation and without; with it, no other pass is made."""
-    passes: list[bool] = []
-    refresh = GraphPasses.refresh
-    monkeypatch.setattr(GraphPasses, "refresh", lambda *args: (passes.append(True), refresh(*args)))
-    runs = []
-    for limit_val_batches, num_passes in ((0, 5), (1, 0)):
-        passes.clear()
-        runs.append(
-            train(WHERE_THERE, None, EmbeddingRefresh(1), limit_val_batches=limit_val_batches)
-        )
-        assert len(passes) == num_passes
-    assert are_equal(*runs)
+    refresh = Mock(wraps=GraphPasses.refresh)
+    monkeypatch.setattr(GraphPasses, "refresh", lambda *args: refresh(*args))
+    fresh = train(WHERE_THERE, None, EmbeddingRefresh(1), limit_val_batches=0)
+    assert refresh.call_count == 5
+    assert are_equal(train(WHERE_THERE, None, EmbeddingRefresh(1)), fresh)
+    assert refresh.call_count == 5
 
 
 def test_rows_of_other_features_are_not() -> None:
@@ -146,13 +147,6 @@ class ValidatesTwice(NodeClassifier):
         super().validation_step(batch, batch_idx)
 
 
-class TwoLoaders(FullGraphDataModule):
-    """Validates on the same graph twice."""
-
-    def val_dataloader(self) -> Any:
-        return [super().val_dataloader(), super().val_dataloader()]
-
-
 class Stumbles(NodeClassifier):
     """Has a feature that is not a number in step 2, and skips it."""
 
@@ -177,7 +171,7 @@ def own() -> FullGraphDataModule:
 RUNS: dict[str, tuple[type[NodeClassifier], Callable[[], Any], list[L.Callback], int]] = {
     "as usual": (NodeClassifier, own, [], 0),
     "asks without gradients": (Teaches, own, [], 0),
-    "two loaders": (ValidatesTwice, lambda: TwoLoaders(graph()), [], 0),
+    "two loaders": (ValidatesTwice, lambda: Two(same, same), [], 0),
     "averaged weights": (NodeClassifier, own, [EMAWeightAveraging(decay=0.9)], 0),
     "a lost step": (Stumbles, own, [], 0),
     # Before the first validation it is not known that it is over another one.

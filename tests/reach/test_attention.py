@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +26,7 @@ from tests.helpers.graphs import communities
 from tests.helpers.modules import ReferenceModule
 from tests.helpers.reference import StaleOracle
 from tests.helpers.trainers import quiet_trainer, weights
-from tests.passing.test_convs import assert_same, gradients
+from tests.passing.test_convs import assert_same, assert_step, move
 from tests.promises.test_p2_stale_gradient import AGAIN, SHARDS, assert_equals_oracle
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -60,29 +60,22 @@ def test_sums_over_all_nodes_equal_the_oracle(
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", ATTENTION_NETS)
 def test_the_oracle_by_rows_is_plain_pyg_and_exact_steps_equal_it(name: str) -> None:
-    """Three steps, of which the second is pipelined, by SGD: outputs and gradients."""
-    case, epochs = communities(3), range(3)
+    """Three steps, of which the second is pipelined: outputs and gradients."""
+    case = communities(3)
     ours, theirs = (ReferenceModule(name).net for _ in range(2))
-    inputs = (case.data.x, case.data.edge_index)
+    inputs = {"x": case.data.x, "edge_index": case.data.edge_index}
     oracle = StaleOracle(theirs, case.partition)
-    assert_same(oracle.exact(*inputs), theirs(*inputs))
+    assert_same(oracle.exact(*inputs.values()), theirs(**inputs))
     engine = one_process_engine(ours, partition=case.partition)
-    for epoch in epochs:
-        engine.set_step(step_index=epoch)
-        engine.controls.is_exact = is_exact = epoch != 1
-        order = chunk_order(3, epoch=epoch, seed=0, order="shuffled")
+    for step in (1, 2, 3):
+        engine.controls.is_exact = step != 2
+        order = chunk_order(3, epoch=step, seed=0, order="shuffled")
         # An exact step leaves its rows for the next one.
-        expected = oracle.exact(*inputs) if is_exact else oracle.chunked(*inputs, order=order)
-        found = engine.forward(inputs, {})
-        assert_same(found.detach(), expected.detach())
-        for net, outputs in ((ours, found), (theirs, expected)):
-            net.zero_grad()
-            outputs.square().sum().backward()
-        assert_same(gradients(ours), gradients(theirs))
-        with torch.no_grad():
-            for net in (ours, theirs):
-                for weight in net.parameters():
-                    weight -= 0.05 * (0 if weight.grad is None else weight.grad)
+        given = inputs.values()
+        expected = oracle.chunked(*given, order=order) if step == 2 else oracle.exact(*given)
+        assert_step(engine, inputs, ours, expected, theirs)
+        move(ours, 0.05)
+        move(theirs, 0.05)
 
 
 class Between(nn.Module):
@@ -144,36 +137,35 @@ def test_a_constant_that_is_the_size_of_the_small_graph_stays() -> None:
     assert_alike(lambda: Between(constants, is_inline=False))
 
 
-@pytest.mark.parametrize("is_inline", [True, False])
-def test_softmax_attention_is_refused_in_words(is_inline: bool) -> None:
-    def attention(x: Tensor, k: Tensor) -> Tensor:
-        return torch.softmax(x @ k.t(), dim=-1) @ x
-
-    with pytest.raises(UnsupportedError) as caught:
-        fit(lambda: Between(attention, is_inline=is_inline), num_chunks=3)
-    words = r"only by sums, as .* .got '.*', which returns a value for each pair of nodes"
-    assert re.search(words, str(caught.value))
-    assert "Softmax attention needs all rows at once" in str(caught.value)
-    fit(lambda: Between(attention, is_inline=is_inline), num_chunks=1)
+def softmax_attention(x: Tensor, k: Tensor) -> Tensor:
+    return torch.softmax(x @ k.t(), dim=-1) @ x
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x, k: x.max(0).values,
-        lambda x, k: x * torch.softmax(k, dim=0),
-        lambda x, k: x - x.std(0),
-        lambda x, k: torch.nn.functional.scaled_dot_product_attention(x[None], k[None], k[None])[0],
-    ],
-)
-def test_other_functions_of_all_rows_are_refused(function: Any) -> None:
-    with pytest.raises(UnsupportedError, match="add up rows of all nodes, as linear attention"):
+ALL_AT_ONCE = "Softmax attention needs all rows at once"
+ADD_UP = "add up rows of all nodes, as linear attention"
+REFUSED: list[tuple[Callable[[Tensor, Tensor], Any], str]] = [
+    (softmax_attention, f"only by sums, .* returns a value for each pair of nodes.*{ALL_AT_ONCE}"),
+    (lambda x, k: x.max(0).values, ADD_UP),
+    (lambda x, k: x * torch.softmax(k, dim=0), ADD_UP),
+    (lambda x, k: x - x.std(0), ADD_UP),
+    (lambda x, k: F.scaled_dot_product_attention(x[None], k[None], k[None])[0], ADD_UP),
+    (lambda x, k: x[x[:, 0] > 1e9].sum(0), "mask that selects no row in a trial"),
+]
+
+
+@pytest.mark.parametrize(("function", "words"), REFUSED)
+def test_other_functions_of_all_rows_are_refused(function: Any, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
         fit(lambda: Between(function, is_inline=True), num_chunks=3)
 
 
-def test_a_mask_that_selects_no_row_in_a_trial_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="mask that selects no row in a trial"):
-        fit(lambda: Between(lambda x, k: x[x[:, 0] > 1e9].sum(0), is_inline=True), num_chunks=3)
+def test_softmax_attention_is_refused_in_words() -> None:
+    def make() -> nn.Module:
+        return Between(softmax_attention, is_inline=False)
+
+    with pytest.raises(UnsupportedError, match=ALL_AT_ONCE):
+        fit(make, num_chunks=3)
+    fit(make, num_chunks=1)
 
 
 def test_a_gate_that_starts_at_0_hides_nothing() -> None:
@@ -244,8 +236,7 @@ def _first_in_training(net: nn.Module, data: Data) -> Tensor:
 
 @pytest.mark.parametrize("staleness", ["drift", "constant"])
 @pytest.mark.parametrize(
-    ("in_training", "call"),
-    [(False, on_features), (True, on_features), (True, _first_in_training)],
+    ("in_training", "call"), [(False, on_features), (True, on_features), (True, _first_in_training)]
 )
 def test_a_sum_of_one_mode_alone_is_not_taken_for_another(
     in_training: bool, call: Any, staleness: str

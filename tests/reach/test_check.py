@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch_geometric import nn as gnn
-from torch_geometric.data import Batch, Data
+from torch_geometric.data import Data
 
 from lightning_gnnpipe import GNNPipeStrategy, check
 from lightning_gnnpipe.cli import commands as cli
 from lightning_gnnpipe.models import GNN, NodeClassifier
+from tests.helpers.batches import SIZES, GraphModule, draw_batch
 from tests.helpers.observed import NUM_CLASSES, NUM_FEATURES, WIDTH, make_data, make_module
 
 SCRIPT = """
@@ -72,30 +73,28 @@ GCN = "gnn.models.GCN(5, 8, num_layers=4, out_channels=8)"
 TRAINER = "L.Trainer(accelerator='cpu', devices=2, strategy='ddp')"
 
 
-class Commands:
-    """Runs `gnnpipe check` on a script in this process."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-        self.folder, self.monkeypatch, self.capsys = folder, monkeypatch, capsys
-
-    def __call__(self, text: str, *options: str, net: str = GCN, trainer: str = TRAINER) -> Any:
-        path = self.folder / "train.py"
-        path.write_text(text.replace("NET", net).replace("TRAINER", trainer))
-        arguments = ["gnnpipe", "check", *options, str(path), "--lr", "3"]
-        self.monkeypatch.setattr("sys.argv", arguments)
-        self.monkeypatch.setattr("sys.path", list(sys.path))
-        status = cli.main()
-        printed = self.capsys.readouterr()
-        assert "Traceback" not in printed.out + printed.err
-        return status, printed.out + printed.err
+Run = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def gnnpipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Commands:
-    return Commands(tmp_path, monkeypatch, capsys)
+def gnnpipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> Run:
+    """Runs `gnnpipe check` on a script in this process; returns the status and what it prints."""
+    monkeypatch.setattr("sys.path", list(sys.path))
+
+    def run(text: str, *options: str, net: str = GCN, trainer: str = TRAINER) -> tuple[int, str]:
+        path = tmp_path / "train.py"
+        path.write_text(text.replace("NET", net).replace("TRAINER", trainer))
+        monkeypatch.setattr("sys.argv", ["gnnpipe", "check", *options, str(path), "--lr", "3"])
+        status, printed = cli.main(), capsys.readouterr()
+        assert "Traceback" not in printed.out + printed.err
+        return status, printed.out + printed.err
+
+    return run
 
 
-def test_a_script_that_does_not_know_the_package_is_checked_and_not_run(gnnpipe: Commands) -> None:
+def test_a_script_that_does_not_know_the_package_is_checked_and_not_run(
+    gnnpipe: Run, tmp_path: Path
+) -> None:
     fit = L.Trainer.fit
     status, text = gnnpipe(SCRIPT)
     assert status == 0 and L.Trainer.fit is fit
@@ -115,10 +114,10 @@ def test_a_script_that_does_not_know_the_package_is_checked_and_not_run(gnnpipe:
         "Verdict: would be pipelined.",
     ):
         assert words in text, text
-    assert [one.name for one in gnnpipe.folder.iterdir()] == ["train.py"]
+    assert [one.name for one in tmp_path.iterdir()] == ["train.py"]
 
 
-def test_what_is_refused_is_said_with_its_remedy(gnnpipe: Commands) -> None:
+def test_what_is_refused_is_said_with_its_remedy(gnnpipe: Run) -> None:
     status, text = gnnpipe(ATTENTION + SCRIPT, net="WithAttention()")
     assert status == 1
     assert "Verdict: refused.\nExpected every layer to be exact on chunks of the graph" in text
@@ -126,7 +125,7 @@ def test_what_is_refused_is_said_with_its_remedy(gnnpipe: Commands) -> None:
     assert "With num_chunks=1 it trains, exactly; nothing overlaps then.\n" in text
 
 
-def test_the_strategy_and_the_devices_of_the_script_count(gnnpipe: Commands) -> None:
+def test_the_strategy_and_the_devices_of_the_script_count(gnnpipe: Run) -> None:
     own = "from lightning_gnnpipe import GNNPipeStrategy\n" + SCRIPT
     trainer = "L.Trainer(accelerator='cpu', devices=4, strategy=GNNPipeStrategy(num_chunks=1))"
     status, text = gnnpipe(own, trainer=trainer)
@@ -136,7 +135,9 @@ def test_the_strategy_and_the_devices_of_the_script_count(gnnpipe: Commands) -> 
     assert status == 1 and "got 5 stages and 4 layers" in text
 
 
-def test_a_script_that_fails_or_does_not_train_is_no_traceback_of_ours(gnnpipe: Commands) -> None:
+def test_a_script_that_fails_or_does_not_train_is_no_traceback_of_ours(
+    gnnpipe: Run, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     for text, found in (
         ("x = 1 / 0", r"got ZeroDivisionError: division by zero at train.py:1, `x = 1 / 0`)"),
         ("x = 1", "got its end)"),
@@ -145,18 +146,18 @@ def test_a_script_that_fails_or_does_not_train_is_no_traceback_of_ours(gnnpipe: 
         status, printed = gnnpipe(text)
         assert status == 1 and "Expected a script that calls Trainer.fit" in printed
         assert found in printed
-    gnnpipe.monkeypatch.setattr("sys.argv", ["gnnpipe", "check", "nowhere.py"])
+    monkeypatch.setattr("sys.argv", ["gnnpipe", "check", "nowhere.py"])
     assert cli.main() == 1
-    assert "No such file" in gnnpipe.capsys.readouterr().err
+    assert "No such file" in capsys.readouterr().err
 
 
-def test_the_own_error_of_a_module_is_no_refusal_of_the_strategy(gnnpipe: Commands) -> None:
+def test_the_own_error_of_a_module_is_no_refusal_of_the_strategy(gnnpipe: Run) -> None:
     status, text = gnnpipe(SCRIPT, net="gnn.models.GCN(6, 8, num_layers=4)")
     assert status == 1 and "Expected a module that trains in a plain Trainer (got Runtim" in text
     assert "Mend that first" in text
 
 
-def test_a_script_of_the_other_package_says_which_import_to_use(gnnpipe: Commands) -> None:
+def test_a_script_of_the_other_package_says_which_import_to_use(gnnpipe: Run) -> None:
     pytest.importorskip("pytorch_lightning")
     other = SCRIPT.replace("import lightning as L", "import pytorch_lightning as L")
     status, text = gnnpipe(other)
@@ -224,27 +225,9 @@ def test_what_would_be_exact_is_said_with_the_reason(capsys: Any) -> None:
     assert "Verdict: would train, but exactly in each step" in text
 
 
-class OfGraphs(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = gnn.models.GIN(NUM_FEATURES, WIDTH, 3, NUM_CLASSES)
-
-    def training_step(self, data: Any, batch_idx: int) -> Tensor:
-        out = gnn.global_add_pool(self.net(data.x, data.edge_index), data.batch)
-        return nn.functional.cross_entropy(out, data.y)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
 def test_batches_of_graphs_are_micro_batches(capsys: Any) -> None:
-    ring = torch.stack([torch.arange(5), (torch.arange(5) + 1) % 5])
-    graphs = [
-        Data(x=torch.rand(5, NUM_FEATURES), edge_index=ring, y=torch.tensor([i % 3]))
-        for i in range(8)
-    ]
-    loader = torch.utils.data.DataLoader([Batch.from_data_list(graphs)], batch_size=None)
-    assert check(OfGraphs(), loader)
+    loader = torch.utils.data.DataLoader([draw_batch(SIZES)], batch_size=None)
+    assert check(GraphModule(), loader)
     text = capsys.readouterr().out
     assert "Micro-batches are whole graphs" in text and "Verdict: would be pipelined." in text
 

@@ -18,7 +18,7 @@ from lightning_gnnpipe import GNNPipeStrategy, StalenessWarmup
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
 from lightning_gnnpipe.models import NodeClassifier
 from tests.helpers.observed import NUM_CLASSES, NUM_FEATURES, WIDTH, make_data
-from tests.helpers.trainers import quiet_trainer
+from tests.helpers.trainers import double_precision, quiet_trainer
 
 
 @torch.compile(backend="eager")
@@ -61,6 +61,7 @@ def decorated(net: Net) -> Net:
     return net
 
 
+PIPED = {"num_chunks": 4}
 WAYS: dict[str, Any] = {
     "module": lambda net: torch.compile(net, backend="eager"),
     "default backend": torch.compile,
@@ -71,17 +72,13 @@ WAYS: dict[str, Any] = {
 
 
 def fit(change: Any, **options: Any) -> tuple[L.LightningModule, dict[str, Tensor]]:
-    L.seed_everything(3, verbose=False)
-    torch.set_default_dtype(torch.float64)
-    try:
+    with double_precision():
         L.seed_everything(3, verbose=False)
         module = NodeClassifier(change(Net()), NUM_CLASSES)
         data = make_data()
         data.data.x = data.data.x.double()
         trainer = quiet_trainer(max_epochs=3, **options)
         trainer.fit(module, datamodule=data)
-    finally:
-        torch.set_default_dtype(torch.float32)
     return module, {name.replace("_orig_mod.", ""): p for name, p in module.named_parameters()}
 
 
@@ -90,18 +87,14 @@ def plain() -> dict[str, Tensor]:
     return fit(lambda net: net)[1]
 
 
-def exact() -> dict[str, Any]:
-    strategy = GNNPipeStrategy(num_chunks=4)
-    return {"strategy": strategy, "callbacks": [StalenessWarmup(num_epochs=9)]}
-
-
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize("way", list(WAYS))
 def test_what_is_compiled_trains_as_it_is_written_and_says_so(
     way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With the default backend a plain Trainer would compile for a minute."""
-    module, found = fit(WAYS[way], **exact())
+    exact = [StalenessWarmup(num_epochs=9)]
+    module, found = fit(WAYS[way], piped=PIPED, callbacks=exact)
     for name, weight in plain().items():
         torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-9)
     texts = [text for text in caplog.messages if "compiled" in text]
@@ -109,18 +102,18 @@ def test_what_is_compiled_trains_as_it_is_written_and_says_so(
     if way == "module":
         assert "(net)" in texts[0]
         assert next(iter(module.state_dict())).startswith("net._orig_mod.")
-    fit(WAYS[way], strategy=GNNPipeStrategy(num_chunks=4))  # in chunks
+    fit(WAYS[way], piped=PIPED)  # in chunks
 
 
 def test_what_is_compiled_is_compiled_again_afterwards() -> None:
-    module, _ = fit(WAYS["module"], strategy=GNNPipeStrategy(num_chunks=4))
+    module, _ = fit(WAYS["module"], piped=PIPED)
     assert hasattr(module.net.forward, "_torchdynamo_orig_callable")
-    fit(WAYS["forward"], strategy=GNNPipeStrategy(num_chunks=4))
+    fit(WAYS["forward"], piped=PIPED)
     assert hasattr(Decorated.forward, "_torchdynamo_orig_callable")
 
 
 def test_a_compiled_module_can_be_named() -> None:
-    fit(WAYS["module"], strategy=GNNPipeStrategy(num_chunks=4, pipelined_module="net"))
+    fit(WAYS["module"], piped={**PIPED, "pipelined_module": "net"})
 
 
 def test_a_second_name_of_a_compiled_module_is_no_second_network() -> None:
@@ -129,7 +122,7 @@ def test_a_second_name_of_a_compiled_module_is_no_second_network() -> None:
         holder.net, holder.fast = net, torch.compile(net, backend="eager")
         return holder
 
-    fit(twice, strategy=GNNPipeStrategy(num_chunks=4))
+    fit(twice, piped=PIPED)
 
 
 class Twice(nn.Module):
@@ -174,7 +167,7 @@ def traced(_: Net) -> nn.Module:
 def test_networks_of_torch_jit_are_refused_at_once(way: Any) -> None:
     text = r"message-passing layers in Python \(got 'net', which torch\.jit has compiled\)\. Use"
     with pytest.raises(UnsupportedError, match=text):
-        fit(way, strategy=GNNPipeStrategy(num_chunks=4))
+        fit(way, piped=PIPED)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -185,7 +178,7 @@ def test_a_layer_of_torch_jit_among_others_is_refused() -> None:
 
     text = r"'convs\.1', a \w+: torch\.jit has compiled its message passing"
     with pytest.raises(UnsupportedError, match=text):
-        fit(mixed, strategy=GNNPipeStrategy(num_chunks=4))
+        fit(mixed, piped=PIPED)
 
 
 def test_a_name_of_the_strategy_in_the_other_package_says_which_import_to_use() -> None:

@@ -40,6 +40,14 @@ class Convs(nn.Module):
         self.encode, self.decode = nn.Linear(D, W), nn.Linear(W, 3)
         self.convs = nn.ModuleList(gnn.GCNConv(W, W) for _ in range(num_layers))
 
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.decode(self.between(self.encode(x), edge_index))
+
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = conv(x, edge_index).relu()
+        return x
+
 
 class SkipsWhereWidthsFit(Convs):
     """The first layer widens, so that its input cannot be added."""
@@ -85,13 +93,12 @@ class PrintsAndFormats(Convs):
         self.layers = nn.ModuleDict({f"conv{i}": gnn.GCNConv(W, W) for i in range(4)})
         self.norms = nn.ModuleDict({f"width{W}": nn.LayerNorm(W)})
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.encode(x)
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
         print(f"input of {x.size(1):>4} columns", x.shape, x.device)
         for i in range(4):
             x = x + self.layers[f"conv{i}"](x, edge_index)
             x = self.norms[f"width{x.size(-1)}"](x)
-        return self.decode(x)
+        return x
 
 
 class Nested(nn.Module):
@@ -123,14 +130,13 @@ class Checkpoints(Convs):
     def block(self, conv: nn.Module, x: Tensor, edge_index: Tensor) -> Tensor:
         return x + conv(x, edge_index).relu()
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.encode(x)
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
         for conv in self.convs:
             if self.training:
                 x = checkpoint(self.block, conv, x, edge_index, use_reentrant=self.use_reentrant)
             else:
                 x = self.block(conv, x, edge_index)
-        return self.decode(x)
+        return x
 
 
 class Dense(nn.Module):
@@ -149,14 +155,14 @@ class Dense(nn.Module):
 
 
 class UShaped(Convs):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x, skips = self.encode(x), []
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        skips = []
         for conv in self.convs[:2]:
             x = conv(x, edge_index).relu()
             skips.append(x)
         for conv in self.convs[2:]:
             x = conv(x + skips.pop(), edge_index).relu()
-        return self.decode(x)
+        return x
 
 
 class Repeats(Convs):
@@ -165,12 +171,11 @@ class Repeats(Convs):
     def __init__(self) -> None:
         super().__init__(1)
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.encode(x)
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
         z = torch.zeros_like(x)
         for _ in range(5):
             z = torch.tanh(0.5 * self.convs[0](z, edge_index) + x)
-        return self.decode(z)
+        return z
 
 
 class Reversible(Convs):
@@ -180,11 +185,10 @@ class Reversible(Convs):
             GroupAddRev(gnn.SAGEConv(W // 2, W // 2), num_groups=2) for _ in range(4)
         )
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.encode(x)
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x, edge_index)
-        return self.decode(x)
+        return x
 
 
 class GatesOverDepth(Convs):
@@ -194,24 +198,23 @@ class GatesOverDepth(Convs):
         super().__init__()
         self.cells = nn.ModuleList(nn.LSTM(W, W, bias=False) for _ in range(4))
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.encode(x)
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
         h = c = torch.zeros(1, x.shape[0], W, dtype=x.dtype, device=x.device)
         for conv, cell in zip(self.convs, self.cells, strict=True):
             x, (h, c) = cell(conv(x, edge_index).tanh()[None], (h, c))
             x = x[0]
-        return self.decode(x)
+        return x
 
 
 class KeepsState(GatesOverDepth):
     """The state stays a tuple, and begins with None."""
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x, state = self.encode(x), None
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        state = None
         for conv, cell in zip(self.convs, self.cells, strict=True):
             x, state = cell(conv(x, edge_index).unsqueeze(0), state)
             x = x.squeeze(0)
-        return self.decode(x)
+        return x
 
 
 class KeepsCell(Convs):
@@ -219,13 +222,12 @@ class KeepsCell(Convs):
         super().__init__()
         self.cell = nn.GRUCell(W, W)
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.encode(x)
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
         h = x.new_zeros(x.size(0), W)
         for conv in self.convs:
             h = self.cell(conv(x, edge_index), h)
             x = x + h
-        return self.decode(h)
+        return h
 
 
 class ReadsAll(Convs):
@@ -235,46 +237,42 @@ class ReadsAll(Convs):
         super().__init__()
         self.jump = gnn.JumpingKnowledge(mode, W, 4) if mode == "lstm" else None
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x, found = self.encode(x), []
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        found = []
         for conv in self.convs:
             x = conv(x, edge_index).relu()
             found.append(x)
-        x = torch.stack(found).mean(0) if self.jump is None else self.jump(found)
-        return self.decode(x)
+        return torch.stack(found).mean(0) if self.jump is None else self.jump(found)
 
 
 class Stacks(Convs):
     """A stack of all earlier layers, the nodes in its second dimension, grows beside x."""
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.encode(x)
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
         stack = x[None]
         for conv in self.convs:
             x = conv(stack.mean(0), edge_index).relu()
             stack = torch.cat([stack, x[None]])
-        return self.decode(stack[-1])
+        return stack[-1]
 
 
 class TakesSizesOfRows(Convs):
     """The number of rows is asked for in the first layer, and used in all others."""
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.encode(x)
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
         n = x.size(0)
         for conv in self.convs:
             x = conv(x, edge_index).view(n, 2, W // 2).transpose(1, 2).reshape(n, W)
-        return self.decode(x)
+        return x
 
 
 class CountsDegrees(Convs):
     """A helper of another file calls functions of PyG."""
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.encode(x)
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
         for conv in self.convs:
             x = degrees.add_degrees(conv(x, edge_index), edge_index)
-        return self.decode(x)
+        return x
 
 
 class SumsByHand(nn.Module):
@@ -317,18 +315,17 @@ class ReadsByHand(SumsByHand):
         return self.lin(torch.cat([x, out], dim=-1))
 
 
-class ByHand(Convs):
-    """No layer is a MessagePassing."""
+class Owns(Convs):
+    """Layers by the user; not all are a MessagePassing."""
 
-    def __init__(self, kind: type[SumsByHand]) -> None:
+    def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
         self.convs = nn.ModuleList(kind() for _ in range(4))
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.encode(x)
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
         for conv in self.convs:
-            x = x + conv(x, edge_index).relu()
-        return self.decode(x)
+            x = 0.3 * x + conv(x, edge_index).relu()
+        return x
 
 
 class AttendsByHand(Convs):
@@ -352,12 +349,12 @@ class AttendsByHand(Convs):
 class WeighsEdges(Convs):
     """Weights of edges from the rows of their ends."""
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x, (row, col) = self.encode(x), edge_index
+    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        row, col = edge_index
         for conv in self.convs:
             weight = (x[row] * x[col]).sum(-1).sigmoid()
             x = conv(x, edge_index, weight).relu()
-        return self.decode(x)
+        return x
 
 
 class OfEdges(nn.Module):
@@ -420,31 +417,16 @@ class Laplacian(Gates):
         return x - h / 2 + self.propagate(both, x=h, norm=shifted.unsqueeze(-1)) / 8
 
 
-class Owns(Convs):
-    def __init__(self, kind: type[Gates]) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(kind() for _ in range(4))
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.encode(x)
-        for conv in self.convs:
-            x = 0.3 * x + conv(x, edge_index).relu()
-        return self.decode(x)
-
-
 class CountsRows(Convs):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.encode(x)
-        for conv in self.convs:
-            x = conv(x, edge_index).relu()
-        return self.decode(x) / len(x)
+        return super().forward(x, edge_index) / len(x)
 
 
 NETS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "lengths": (CountsRows, 4),
-    "sums by hand": (lambda: ByHand(SumsByHand), 4),
-    "adds by hand": (lambda: ByHand(AddsByHand), 4),
-    "reads by hand": (lambda: ByHand(ReadsByHand), 4),
+    "sums by hand": (lambda: Owns(SumsByHand), 4),
+    "adds by hand": (lambda: Owns(AddsByHand), 4),
+    "reads by hand": (lambda: Owns(ReadsByHand), 4),
     "attends by hand": (AttendsByHand, 1),
     "weights of edges": (WeighsEdges, 4),
     "updates of edges": (UpdatesEdges, 4),
@@ -510,7 +492,7 @@ class SumsUpstream(SumsByHand):
 
 def test_sums_at_sources_are_refused_in_words() -> None:
     with pytest.raises(UnsupportedError, match="summed at the targets of edges"):
-        fit(lambda: ByHand(SumsUpstream), num_chunks=3)
+        fit(lambda: Owns(SumsUpstream), num_chunks=3)
 
 
 class OnGraph(nn.Module):
@@ -583,9 +565,7 @@ class Asks(Convs):
         self.what = what
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.encode(x)
-        for conv in self.convs:
-            x = conv(x, edge_index).relu()
+        x = self.between(self.encode(x), edge_index)
         if self.what == "values":
             return self.decode(x) if x.mean() > 0 else x
         if self.what == "rows":  # of both graphs, another way
@@ -632,10 +612,7 @@ class SelectsEdges(Convs):
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
         is_kept = torch.bernoulli((edge_attr[:, 0] > 0.3).to(x.dtype)).bool()
-        edge_index, x = edge_index[:, is_kept], self.encode(x)
-        for conv in self.convs:
-            x = conv(x, edge_index).relu()
-        return self.decode(x)
+        return super().forward(x, edge_index[:, is_kept])
 
 
 class DropsHardlyAny(SelectsEdges):
@@ -670,45 +647,34 @@ def with_features_of_edges(net: Any, data: Data) -> Any:
     return net(data.x, data.edge_index, data.edge_attr)
 
 
+trained = test_depth_trains_as_plainly
 HABITS = {
     "skips where widths or shapes fit, loops over sizes, `view(n, ...)`, `len(x)`": (
         "as plainly; decided again for graphs of other sizes",
-        test_depth_trains_as_plainly,
+        trained,
         *("skips by width", "skips by shape", "shapes", "sizes"),
     ),
-    "`print` and f-strings in `forward`": (
-        "as plainly; printed once per trace",
-        test_depth_trains_as_plainly,
-        "prints",
-    ),
+    "`print` and f-strings in `forward`": ("as plainly; printed once per trace", trained, "prints"),
     "`nn.Sequential`, `torch_geometric.nn.Sequential`, `ModuleDict`, nested": (
         "as plainly; cut inside as well",
-        test_depth_trains_as_plainly,
+        trained,
         "nested",
     ),
     "`torch.utils.checkpoint` around layers": (
         "as plainly; it only calls the function, `recompute=True` saves that memory",
-        test_depth_trains_as_plainly,
+        trained,
         *("checkpoints", "reentrant checkpoints"),
     ),
     "dense connections, U-shapes, `JumpingKnowledge`, stacks and means over depth": (
         "as plainly",
-        test_depth_trains_as_plainly,
+        trained,
         *("dense", "U-shaped", "jumping LSTM", "mean over depth", "stacks"),
     ),
-    "one layer called n times": (
-        "as plainly; n layers, one set of weights",
-        test_depth_trains_as_plainly,
-        "repeats",
-    ),
-    "reversible blocks (`GroupAddRev`)": (
-        "as plainly",
-        test_depth_trains_as_plainly,
-        "reversible",
-    ),
+    "one layer called n times": ("as plainly; n layers, one set of weights", trained, "repeats"),
+    "reversible blocks (`GroupAddRev`)": ("as plainly", trained, "reversible"),
     "an LSTM or GRU over depth": (
         "as plainly; its state travels beside the rows",
-        test_depth_trains_as_plainly,
+        trained,
         *("LSTM over depth", "LSTM with a tuple", "GRU over depth"),
     ),
     "helpers in another file that call PyG's functions, such as `degree`": (
@@ -717,7 +683,7 @@ HABITS = {
     ),
     "messages by hand, summed at the targets: `scatter(x[row], col, ...)`, `index_add`": (
         "as plainly; each sum is a layer",
-        test_depth_trains_as_plainly,
+        trained,
         *("sums by hand", "adds by hand", "reads by hand", "attends by hand"),
     ),
     "messages by hand, summed at the sources (`row`)": (
@@ -726,12 +692,12 @@ HABITS = {
     ),
     "weights or features of edges from rows of hidden layers; `MetaLayer`": (
         "as plainly",
-        test_depth_trains_as_plainly,
+        trained,
         *("weights of edges", "updates of edges"),
     ),
     "`x[row]`, `degree(row)`, `get_laplacian` in the `forward` of an own layer": (
         "as plainly",
-        test_depth_trains_as_plainly,
+        trained,
         *("gates", "Laplacian"),
     ),
     "a `Data` that is changed on its way and returned (GraphGym)": (

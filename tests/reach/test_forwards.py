@@ -17,18 +17,20 @@ from lightning_gnnpipe.graph import chunk_order
 from tests.helpers.graphs import communities
 from tests.helpers.launch import SEED
 from tests.helpers.reference import StaleOracle
-from tests.helpers.trainers import quiet_trainer
+from tests.helpers.trainers import quiet_trainer, weights
 
 NUM_STEPS = 4
 CASE = communities(3)
+DATA = CASE.data.clone()
+DATA.x = DATA.x.double()
 
 
 class Net(nn.Module):
-    def __init__(self, num_features: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.convs = nn.ModuleList(
-            [GCNConv(num_features, 6), SAGEConv(6, 6), SAGEConv(6, 6), GCNConv(6, 4)]
-        )
+        torch.manual_seed(0)
+        convs = [GCNConv(DATA.x.size(1), 6), SAGEConv(6, 6), SAGEConv(6, 6), GCNConv(6, 4)]
+        self.convs = nn.ModuleList(convs).double()
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         for conv in self.convs:
@@ -36,75 +38,63 @@ class Net(nn.Module):
         return x
 
 
-def views(data: Data, kind: str, step: int) -> list[tuple[Tensor, Tensor]]:
+def views(kind: str, step: int) -> list[tuple[Tensor, Tensor]]:
     """Return the inputs of each forward of a step."""
-    first = data.x, data.edge_index
-    if kind == "one":
-        return [first]
-    if kind == "shuffled":  # as Deep Graph Infomax corrupts features: new in every step
-        order = torch.randperm(len(data.x), generator=torch.Generator().manual_seed(step))
-        return [first, (data.x[order], data.edge_index)]
-    if kind == "twice":
-        return [first, first]
-    if kind == "graphs":
-        return [first, (data.x, data.edge_index.flip(0)), (2 * data.x, data.edge_index)]
-    return [first, (data.x.cos(), data.edge_index)]
-
-
-def loss_of(found: list[Tensor], step: int) -> Tensor:
-    target = found[0].detach().roll(1, 0)
-    return sum(((z - (i + 1) * target) ** 2).mean() * (i + 1) for i, z in enumerate(found))  # type: ignore[return-value]
+    x, edges = DATA.x, DATA.edge_index
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(step))
+    more = {
+        "one": [],
+        "fixed": [(x.cos(), edges)],
+        "shuffled": [(x[order], edges)],  # as Deep Graph Infomax does: new in every step
+        "twice": [(x, edges)],
+        "graphs": [(x, edges.flip(0)), (2 * x, edges)],
+    }
+    return [(x, edges), *more[kind]]
 
 
 class Module(L.LightningModule):
-    def __init__(self, num_features: int, kind: str) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.net = Net(num_features).double()
-        self.kind = kind
+        self.net, self.kind = Net(), kind
         self.losses: list[float] = []
 
-    def training_step(self, data: Data, batch_idx: int) -> Tensor:
-        found = [self.net(*view) for view in views(data, self.kind, self.global_step)]
+    def loss(self, found: list[Tensor]) -> Tensor:
         with torch.no_grad():  # a target without gradients, between forward and backward
-            teacher = self.net(data.x.sin(), data.edge_index)
-        loss = loss_of(found, self.global_step) + ((found[0] - teacher) ** 2).mean()
+            teacher = self.net(DATA.x.sin(), DATA.edge_index)
+        target = found[0].detach().roll(1, 0)
+        terms = (((z - i * target) ** 2).mean() * i for i, z in enumerate(found, start=1))
+        loss = sum(terms, ((found[0] - teacher) ** 2).mean())
         self.losses.append(loss.item())
         return loss
+
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        return self.loss([self.net(*view) for view in views(self.kind, self.global_step)])
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.num_events = len(self.trainer.strategy.engine.last_step.record.events)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def double() -> Data:
-    data = CASE.data.clone()
-    data.x = data.x.double()
-    return data
-
-
-def oracle_losses(kind: str, *, is_exact: bool) -> tuple[list[float], list[Tensor]]:
+def train_by_oracle(kind: str, *, is_exact: bool) -> Module:
     """Train as the strategy must, each forward of a step with rows of its own."""
-    data, module = double(), Module(CASE.data.x.size(1), kind)
-    views_ = len(views(data, kind, 0))
-    oracles = [StaleOracle(module.net, CASE.partition) for _ in range(views_)]
-    optimizer, losses = module.configure_optimizers(), []
+    module = Module(kind)
+    oracles = [StaleOracle(module.net, CASE.partition) for _ in views(kind, 0)]
+    optimizer = module.configure_optimizers()
     for step in range(NUM_STEPS):
         order = chunk_order(CASE.num_chunks, epoch=step, seed=SEED, order="shuffled")
         found = []
-        for call, (oracle, view) in enumerate(zip(oracles, views(data, kind, step), strict=True)):
+        for call, (oracle, view) in enumerate(zip(oracles, views(kind, step), strict=True)):
             is_new = step == 0 or (kind == "shuffled" and call == 1)
             if is_exact or is_new:
                 found.append(oracle.exact(*view))
             else:
                 found.append(oracle.chunked(*view, order=order))
-        with torch.no_grad():
-            teacher = module.net(data.x.sin(), data.edge_index)
-        loss = loss_of(found, step) + ((found[0] - teacher) ** 2).mean()
         optimizer.zero_grad()
-        loss.backward()
+        module.loss(found).backward()
         optimizer.step()
-        losses.append(loss.item())
-    return losses, [p.detach().clone() for p in module.parameters()]
+    return module
 
 
 @pytest.mark.some_cases(2)
@@ -119,50 +109,34 @@ def oracle_losses(kind: str, *, is_exact: bool) -> tuple[list[float], list[Tenso
 def test_forwards_of_a_step_have_histories_of_their_own(
     kind: str, num_chunks: int, layout: tuple[int, int]
 ) -> None:
-    losses, weights = oracle_losses(kind, is_exact=num_chunks == 1)
-    module = Module(CASE.data.x.size(1), kind)
-    fit(module, num_chunks, layout)
+    expected = train_by_oracle(kind, is_exact=num_chunks == 1)
+    module = fit(Module(kind), num_chunks, layout)
     if layout == (1, 1):
-        assert module.losses == pytest.approx(losses, rel=1e-10)
-    for found, expected in zip(module.parameters(), weights, strict=True):
-        torch.testing.assert_close(found.detach(), expected, rtol=1e-9, atol=1e-10)
+        assert module.losses == pytest.approx(expected.losses, rel=1e-10)
+    torch.testing.assert_close(weights(module), weights(expected), rtol=1e-9, atol=1e-10)
 
 
-def fit(
-    module: L.LightningModule, num_chunks: int, layout: tuple[int, int], **options: Any
-) -> None:
+def fit(module: Any, num_chunks: int, layout: tuple[int, int] = (1, 1), **options: Any) -> Any:
+    """Train `module`, plainly for 0 chunks; return it."""
     L.seed_everything(SEED, verbose=False)
     piped: dict[str, Any] | None = None
     if num_chunks:
         piped = {"num_chunks": num_chunks, "graph_parallel": layout[1], **options}
         piped |= {"partition": CASE.partition, "staleness": "constant"} if num_chunks > 1 else {}
     trainer = quiet_trainer(layout[0] * layout[1], piped, max_epochs=NUM_STEPS)
-    trainer.fit(module, datamodule=FullGraphDataModule(double()))
+    trainer.fit(module, datamodule=FullGraphDataModule(DATA))
+    return module
 
 
 def test_bytes_and_records_are_of_all_forwards_of_a_step() -> None:
     """One forward and three of the same size, on one device: chunks and halo rows."""
-    counts = {}
-    for kind in ("one", "graphs"):
-        fit(Counting(CASE.data.x.size(1), kind, counts), 3, (1, 1))
-    assert counts["graphs"] == 3 * counts["one"] > 0
-
-
-class Counting(Module):
-    def __init__(self, num_features: int, kind: str, counts: dict[str, int]) -> None:
-        super().__init__(num_features, kind)
-        self.counts = counts
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        record = self.trainer.strategy.engine.last_step.record
-        self.counts[self.kind] = len(record.events)
+    one, three = (fit(Module(kind), 3).num_events for kind in ("one", "graphs"))
+    assert three == 3 * one > 0
 
 
 @pytest.mark.parametrize("options", [{"recompute": True}, {"history_dtype": torch.bfloat16}])
 def test_forwards_of_a_step_take_the_options_of_histories(options: dict[str, Any]) -> None:
-    module, plain = (Module(CASE.data.x.size(1), "graphs") for _ in range(2))
-    fit(module, 3, (1, 1), **options)
-    fit(plain, 3, (1, 1))
+    module, plain = fit(Module("graphs"), 3, **options), fit(Module("graphs"), 3)
     rtol = 1e-9 if "recompute" in options else 0.05
     assert module.losses == pytest.approx(plain.losses, rel=rtol)
 
@@ -170,12 +144,11 @@ def test_forwards_of_a_step_take_the_options_of_histories(options: dict[str, Any
 class Infomax(L.LightningModule):
     """PyG's DeepGraphInfomax: features in a new order in every step."""
 
-    def __init__(self, num_features: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.model = DeepGraphInfomax(
             hidden_channels=4,
-            encoder=Net(num_features),
+            encoder=Net(),
             summary=lambda z, *args, **kwargs: z.mean(dim=0).sigmoid(),
             corruption=lambda x, edge_index: (x[torch.randperm(x.size(0))], edge_index),
         ).double()
@@ -193,8 +166,8 @@ class Infomax(L.LightningModule):
 class Adversarial(Infomax):
     """FLAG: several forwards and backwards a step, each on features moved along their gradient."""
 
-    def __init__(self, num_features: int) -> None:
-        super().__init__(num_features)
+    def __init__(self) -> None:
+        super().__init__()
         self.net = self.model.encoder
         self.automatic_optimization = False
 
@@ -212,14 +185,12 @@ class Adversarial(Infomax):
         optimizer.step()
 
 
-class Pair(Infomax):
+class Pair(Adversarial):
     """Two optimizers: a discriminator on rows of the encoder, then the encoder against it."""
 
-    def __init__(self, num_features: int) -> None:
-        super().__init__(num_features)
-        self.net = self.model.encoder
+    def __init__(self) -> None:
+        super().__init__()
         self.judge = nn.Linear(4, 1).double()
-        self.automatic_optimization = False
 
     def training_step(self, data: Data, batch_idx: int) -> None:
         encoder, judge = self.optimizers()
@@ -242,18 +213,14 @@ class Pair(Infomax):
 
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize("kind", [Infomax, Adversarial, Pair])
-def test_habits_equal_a_plain_trainer_and_train_in_chunks(
-    kind: type[Infomax], caplog: pytest.LogCaptureFixture
-) -> None:
-    plain, exact, chunked = (kind(CASE.data.x.size(1)) for _ in range(3))
-    fit(plain, 0, (1, 1))
-    fit(exact, 1, (1, 1))
-    fit(chunked, 3, (1, 1))
+def test_habits_equal_a_plain_trainer_and_train_in_chunks(kind: type[Infomax]) -> None:
+    plain, exact, chunked = (fit(kind(), num_chunks) for num_chunks in (0, 1, 3))
     assert exact.losses == pytest.approx(plain.losses, rel=1e-9)
     assert chunked.losses == pytest.approx(plain.losses, rel=0.2)
     assert len(set(chunked.losses)) == NUM_STEPS
 
 
+equals_plain = test_habits_equal_a_plain_trainer_and_train_in_chunks
 HABITS = {
     "two views, positives and negatives, or a second graph, before one backward": (
         "as plainly; each call has histories of its own",
@@ -262,17 +229,13 @@ HABITS = {
     ),
     "features that are shuffled in each step (`DeepGraphInfomax`)": (
         "as plainly; that call runs exactly",
-        test_habits_equal_a_plain_trainer_and_train_in_chunks,
+        equals_plain,
         "Infomax",
     ),
     "several backwards a step by `manual_backward` (FLAG)": (
         "as plainly; moved features run exactly",
-        test_habits_equal_a_plain_trainer_and_train_in_chunks,
+        equals_plain,
         "Adversarial",
     ),
-    "two optimizers: an encoder and a discriminator": (
-        "as plainly",
-        test_habits_equal_a_plain_trainer_and_train_in_chunks,
-        "Pair",
-    ),
+    "two optimizers: an encoder and a discriminator": ("as plainly", equals_plain, "Pair"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch_geometric.data import Data
 from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.stages import cut, cut_module, trace
-from tests.helpers.alike import D, Forward, N, assert_alike, fit, graph, on_features
+from tests.helpers.alike import D, N, assert_alike, by_name, fit, graph, net_of
 
 W = 8
 
@@ -30,105 +31,69 @@ class Encodes(nn.Module):
         return x
 
 
-class DecodesPairs(Encodes):
-    def __init__(self) -> None:
-        super().__init__()
-        self.score = nn.Sequential(
-            nn.Linear(2 * W, W, bias=False), nn.BatchNorm1d(W), nn.Linear(W, 1)
-        )
-
-    def forward(self, x: Tensor, edge_index: Tensor, edge_label_index: Tensor) -> Tensor:
-        z = self.encode(x, edge_index)
-        source, target = edge_label_index
-        return self.score(torch.cat([z[source], z[target]], dim=-1)).squeeze(-1)
+encodes = partial(net_of, Encodes)
 
 
-class TakesData(Encodes):
-    def forward(self, data: Data) -> Tensor:
-        z = self.encode(data.x, data.edge_index)
-        return (z[data.edge_label_index[0]] * z[data.edge_label_index[1]]).sum(-1)
+def decode_pairs(net: Any, x: Tensor, edge_index: Tensor, edge_label_index: Tensor) -> Tensor:
+    z = net.encode(x, edge_index)
+    source, target = edge_label_index
+    return net.score(torch.cat([z[source], z[target]], dim=-1)).squeeze(-1)
 
 
-class DecodesEdges(Encodes):
-    """Rows of edges, of nodes and of pairs of edge features, in a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of_edges = nn.Linear(3, W)
-
-    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> dict[str, Tensor]:
-        z = self.encode(x, edge_index)
-        src, dst = edge_index
-        return {"edges": z[src] * z[dst] + self.of_edges(edge_attr), "nodes": z}
+DecodesPairs = encodes(
+    decode_pairs,
+    score=lambda: nn.Sequential(
+        nn.Linear(2 * W, W, bias=False), nn.BatchNorm1d(W), nn.Linear(W, 1)
+    ),
+)
 
 
-class TransformsEdges(Encodes):
-    """Features of edges, changed by themselves, are an output with rows of edges."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of_edges = nn.Linear(3, W)
-        self.last = gnn.GINEConv(nn.Linear(W, W), edge_dim=W)
-
-    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> tuple[Tensor, Tensor]:
-        edges = self.of_edges(edge_attr).tanh()
-        z = self.last(self.encode(x, edge_index), edge_index, edges)
-        return z, edges.square()
+def take_data(net: Any, data: Data) -> Tensor:
+    z = net.encode(data.x, data.edge_index)
+    return (z[data.edge_label_index[0]] * z[data.edge_label_index[1]]).sum(-1)
 
 
-class Reconstructs(Encodes):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        z = self.encode(x, edge_index)
-        return torch.sigmoid(z @ z.t())
+def decode_edges(net: Any, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> dict[str, Tensor]:
+    """Return rows of edges, of nodes and of pairs of edge features, in a dict."""
+    z = net.encode(x, edge_index)
+    src, dst = edge_index
+    return {"edges": z[src] * z[dst] + net.of_edges(edge_attr), "nodes": z}
 
 
-class Selects(Encodes):
-    def forward(self, x: Tensor, edge_index: Tensor, mask: Tensor) -> Tensor:
-        return self.encode(x, edge_index)[mask]
+def transform_edges(
+    net: Any, x: Tensor, edge_index: Tensor, edge_attr: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return features of edges, changed by themselves, as an output with rows of edges."""
+    edges = net.of_edges(edge_attr).tanh()
+    z = net.last(net.encode(x, edge_index), edge_index, edges)
+    return z, edges.square()
 
 
-class Reads(Encodes):
-    """A readout over the graph, and layers behind it."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-        pools = {
-            "attention": lambda: gnn.aggr.AttentionalAggregation(nn.Linear(W, 1)),
-            "Set2Set": lambda: gnn.aggr.Set2Set(W, processing_steps=2),
-            "median": gnn.aggr.MedianAggregation,
-        }
-        self.pool = pools[how]() if how in pools else None
-        self.out = nn.Linear(2 * W if how == "Set2Set" else W, 2)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Any:
-        z = self.encode(x, edge_index)
-        if self.pool is not None:
-            pooled = self.pool(z, torch.zeros_like(z[:, 0], dtype=torch.long))
-        elif self.how == "mean of PyG":
-            pooled = gnn.global_mean_pool(z, None)
-        elif self.how == "max":
-            pooled = z.max(dim=0).values[None]
-        elif self.how == "with nodes":
-            return self.out(z), self.out(z.mean(0))
-        elif self.how == "beside each node":
-            return self.out(z + z.mean(dim=0, keepdim=True))
-        elif self.how == "norm by hand":
-            return self.out((z - z.mean(0)) / (z.std(0) + 1e-2))
-        else:
-            pooled = z.sum(0, keepdim=True) / z.size(0)
-        return self.out(pooled)
+def reconstruct(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    z = net.encode(x, edge_index)
+    return torch.sigmoid(z @ z.t())
 
 
-class ReadsEachLayer(Encodes):
-    """A readout of each layer, in the order of the layers."""
+def read_each_layer(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    """Return a readout of each layer, in the order of the layers."""
+    found = []
+    for conv in net.convs:
+        x = conv(x, edge_index).relu()
+        found.append(gnn.global_add_pool(x, None))
+    return torch.cat(found, dim=-1)
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        found = []
-        for conv in self.convs:
-            x = conv(x, edge_index).relu()
-            found.append(gnn.global_add_pool(x, None))
-        return torch.cat(found, dim=-1)
+
+def reads(read: Callable[[Any, Tensor], Any], width: int = W, **parts: Any) -> type[nn.Module]:
+    """Return a net with a readout over the graph, and a layer behind it."""
+
+    def forward(net: Any, x: Tensor, edge_index: Tensor) -> Any:
+        return read(net, net.encode(x, edge_index))
+
+    return encodes(forward, out=lambda: nn.Linear(width, 2), **parts)
+
+
+def pool(net: Any, z: Tensor) -> Tensor:
+    return net.out(net.pool(z, torch.zeros_like(z[:, 0], dtype=torch.long)))
 
 
 class Attends(nn.Module):
@@ -150,64 +115,58 @@ class AttendsLast(Attends):
         return self.last(x, edge_index, return_attention_weights=True)
 
 
-def with_pairs(net: Any, data: Data) -> Any:
-    return net(data.x, data.edge_index, data.pairs)
+def add_loops(data: Data) -> Tensor:
+    return torch.cat([data.edge_index, torch.tensor([[3, 9], [3, 9]])], dim=1)
 
 
-def with_attributes(net: Any, data: Data) -> Any:
-    return net(data.x, data.edge_index, data.edge_attr)
-
-
-def with_loops(net: Any, data: Data) -> Any:
-    return net(data.x, torch.cat([data.edge_index, torch.tensor([[3, 9], [3, 9]])], dim=1))
-
-
-def with_mask(net: Any, data: Data) -> Any:
-    return net(data.x, data.edge_index, data.x[:, 0] > 0)
-
-
-def with_data(net: Any, data: Data) -> Any:
-    return net(Data(x=data.x, edge_index=data.edge_index, edge_label_index=data.pairs))
-
-
-READOUTS = ("mean of PyG", "max", "mean", "with nodes", "beside each node", "norm by hand")
-NETS: dict[str, tuple[Callable[[], nn.Module], Forward, int]] = {
-    "pairs": (DecodesPairs, with_pairs, 3),
-    "pairs of data": (TakesData, with_data, 3),
-    "edges": (DecodesEdges, with_attributes, 3),
-    "edges alone": (TransformsEdges, with_attributes, 4),
-    "reconstructs": (Reconstructs, on_features, 3),
-    "selects": (Selects, with_mask, 3),
-    **{how: (lambda how=how: Reads(how), on_features, 3) for how in READOUTS},
-    "attention": (lambda: Reads("attention"), on_features, 3),
-    "Set2Set": (lambda: Reads("Set2Set"), on_features, 3),
-    "each layer": (ReadsEachLayer, on_features, 3),
-    "median": (lambda: Reads("median"), on_features, 3),
-    "attention weights": (Attends, on_features, 2),
-    "attention weights of GAT": (lambda: Attends("GAT"), on_features, 2),
-    "attention weights of the last": (AttendsLast, on_features, 2),
-    "attention weights with loops": (lambda: Attends("loops"), with_loops, 2),
-    "attention weights of the last with loops": (lambda: AttendsLast("loops"), with_loops, 2),
+call = by_name(
+    edge_label_index=lambda data: data.pairs,
+    mask=lambda data: data.x[:, 0] > 0,
+    data=lambda data: Data(x=data.x, edge_index=data.edge_index, edge_label_index=data.pairs),
+)
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "pairs": DecodesPairs,
+    "pairs of data": encodes(take_data),
+    "edges": encodes(decode_edges, of_edges=lambda: nn.Linear(3, W)),
+    "edges alone": encodes(
+        transform_edges,
+        of_edges=lambda: nn.Linear(3, W),
+        last=lambda: gnn.GINEConv(nn.Linear(W, W), edge_dim=W),
+    ),
+    "reconstructs": encodes(reconstruct),
+    "selects": encodes(lambda net, x, edge_index, mask: net.encode(x, edge_index)[mask]),
+    "mean of PyG": reads(lambda net, z: net.out(gnn.global_mean_pool(z, None))),
+    "max": reads(lambda net, z: net.out(z.max(dim=0).values[None])),
+    "mean": reads(lambda net, z: net.out(z.sum(0, keepdim=True) / z.size(0))),
+    "with nodes": reads(lambda net, z: (net.out(z), net.out(z.mean(0)))),
+    "beside each node": reads(lambda net, z: net.out(z + z.mean(dim=0, keepdim=True))),
+    "norm by hand": reads(lambda net, z: net.out((z - z.mean(0)) / (z.std(0) + 1e-2))),
+    "attention": reads(pool, pool=lambda: gnn.aggr.AttentionalAggregation(nn.Linear(W, 1))),
+    "Set2Set": reads(pool, 2 * W, pool=lambda: gnn.aggr.Set2Set(W, processing_steps=2)),
+    "each layer": encodes(read_each_layer),
+    "median": reads(pool, pool=gnn.aggr.MedianAggregation),
+    "attention weights": Attends,
+    "attention weights of GAT": partial(Attends, "GAT"),
+    "attention weights of the last": AttendsLast,
+    "attention weights with loops": partial(Attends, "loops"),
+    "attention weights of the last with loops": partial(AttendsLast, "loops"),
 }
 
 
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", NETS)
 def test_heads_train_as_plainly(name: str) -> None:
-    make, call, _ = NETS[name]
-    assert_alike(make, call)
+    assert_alike(NETS[name], by_name(edge_index=add_loops) if "with loops" in name else call)
 
 
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", ["pairs", "Set2Set", "attention weights"])
 def test_heads_train_in_two_stages(name: str) -> None:
-    make, call, _ = NETS[name]
-    assert_alike(make, call, num_stages=2)
+    assert_alike(NETS[name], call, num_stages=2)
 
 
 def test_shards_return_rows_of_edges() -> None:
-    make, call, _ = NETS["edges alone"]
-    assert_alike(make, call, num_stages=2, graph_parallel=2)
+    assert_alike(NETS["edges alone"], call, num_stages=2, graph_parallel=2)
 
 
 def test_pairs_drawn_anew_each_step_leave_rows_and_traces_as_they_are(
@@ -230,49 +189,37 @@ def test_pairs_drawn_anew_each_step_leave_rows_and_traces_as_they_are(
 
 def test_the_head_draws_alike_on_all_ranks() -> None:
     """Dropout behind the readout: one loss on all ranks, and the same with one stage."""
-
-    class Drops(Encodes):
-        def __init__(self) -> None:
-            super().__init__()
-            self.drop, self.out = nn.Dropout(0.5), nn.Linear(W, 64)
-
-        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            return self.drop(self.out(self.encode(x, edge_index).mean(0, keepdim=True)))
-
-    one, two = (fit(Drops, num_chunks=3, num_stages=stages) for stages in (1, 2))
+    drops = encodes(
+        lambda net, x, edge_index: net.drop(
+            net.out(net.encode(x, edge_index).mean(0, keepdim=True))
+        ),
+        drop=lambda: nn.Dropout(0.5),
+        out=lambda: nn.Linear(W, 64),
+    )
+    one, two = (fit(drops, num_chunks=3, num_stages=stages) for stages in (1, 2))
     for ours, theirs in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
-class PoolsBetween(Encodes):
-    def __init__(self, pool: nn.Module) -> None:
-        super().__init__()
-        self.pool = pool
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.convs[0](x, edge_index)
-        x = x + self.pool(x, torch.zeros_like(x[:, 0], dtype=torch.long))
-        return self.convs[1](x, edge_index)
+def pool_between(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    x = net.convs[0](x, edge_index)
+    x = x + net.pool(x, torch.zeros_like(x[:, 0], dtype=torch.long))
+    return net.convs[1](x, edge_index)
 
 
-class SelectsBetween(Encodes):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool = gnn.TopKPooling(W, ratio=0.5)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.convs[0](x, edge_index)
-        x, edge_index, *_ = self.pool(x, edge_index)
-        return self.convs[1](x, edge_index).mean(0)
+def select_between(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    x = net.convs[0](x, edge_index)
+    x, edge_index, *_ = net.pool(x, edge_index)
+    return net.convs[1](x, edge_index).mean(0)
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a pool between layers": (
-        lambda: PoolsBetween(gnn.aggr.MeanAggregation()),
+        encodes(pool_between, pool=gnn.aggr.MeanAggregation),
         "'pool', a MeanAggregation: it pools over the whole graph.*behind the last",
     ),
     "top-k pooling": (
-        SelectsBetween,
+        encodes(select_between, pool=lambda: gnn.TopKPooling(W, ratio=0.5)),
         "TopKPooling: it chooses the nodes of later layers among all",
     ),
 }
@@ -287,16 +234,9 @@ def test_what_mixes_rows_between_layers_is_refused(name: str) -> None:
 
 def test_the_head_is_as_late_and_as_small_as_it_can_be() -> None:
     """The linear layer runs in the last stage; what all ranks get is its few columns."""
-
-    class Narrows(Encodes):
-        def __init__(self) -> None:
-            super().__init__()
-            self.out = nn.Linear(W, 2)
-
-        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            return self.out(self.encode(x, edge_index)).mean(0)
-
-    data, net = graph(), Narrows().double()
+    out = {"out": lambda: nn.Linear(W, 2)}
+    narrows = encodes(lambda net, x, edge_index: net.out(net.encode(x, edge_index)).mean(0), **out)
+    data, net = graph(), narrows().double()
     call = flatten_call(net, (data.x, data.edge_index), {})
     layers = cut_module(net, call, classify(call))
     assert [layers.values[name].row_shape for name in layers.outputs] == [(2,)]
@@ -323,11 +263,7 @@ HABITS = {
         test_heads_train_as_plainly,
         *("mean", "max", "median", "attention", "Set2Set", "beside each node"),
     ),
-    "a readout of each layer": (
-        "as plainly",
-        test_heads_train_as_plainly,
-        "each layer",
-    ),
+    "a readout of each layer": ("as plainly", test_heads_train_as_plainly, "each layer"),
     "`return_attention_weights=True`": (
         "as plainly",
         test_heads_train_as_plainly,

@@ -7,6 +7,7 @@ oracles of their own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,10 @@ from tests.helpers.alike import (
     Forward,
     N,
     assert_alike,
+    by_name,
     fit,
     graph,
+    net_of,
     on_features,
 )
 from tests.helpers.cases import slow
@@ -62,76 +65,14 @@ class Holds(nn.Module):
         self.inner = Layers()
 
 
-class Table(Holds):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(N, D, **options)
-
-    def forward(self, edge_index: Tensor) -> Tensor:
-        return self.inner(self.emb.weight, edge_index)
-
-
-class Rows(Holds):
-    """A parameter beside features; the layer before changes all rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Parameter(torch.randn(N, D))
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.inner(x + self.rows, edge_index)
-
-
-class LooksUp(Table):
-    def forward(self, edge_index: Tensor) -> Tensor:
-        return self.inner(self.emb(torch.arange(N, device=edge_index.device)), edge_index)
-
-
-class Ones(Holds):
-    def forward(self, edge_index: Tensor) -> Tensor:
-        return self.inner(torch.ones(N, D), edge_index)
-
-
 class OwnBuffers(Holds):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("x", GRAPH.x)
+        self.register_buffer("x", GRAPH.x.clone())
         self.register_buffer("edge_index", GRAPH.edge_index)
 
     def forward(self) -> Tensor:
         return self.inner(self.x, self.edge_index)
-
-
-class OwnGraph(Holds):
-    def __init__(self) -> None:
-        super().__init__()
-        self.data = graph()
-
-    def forward(self) -> Tensor:
-        return self.inner(self.data.x, self.data.edge_index)
-
-
-class OwnEdges(Holds):
-    def __init__(self) -> None:
-        super().__init__()
-        self.edges = GRAPH.edge_index
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x, self.edges)
-
-
-class OfTheScript(Holds):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x, GRAPH.edge_index)
-
-
-class EdgeWeights(Holds):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(NUM_EDGES))
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.inner(x, edge_index, self.weight.sigmoid())
 
 
 class OwnMatrix(nn.Module):
@@ -139,8 +80,7 @@ class OwnMatrix(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.emb = nn.Embedding(N, D)
-        self.lins = nn.ModuleList([nn.Linear(D, D) for _ in range(3)])
+        self.emb, self.lins = table(), linears()
         values = torch.rand(NUM_EDGES, dtype=torch.float64)
         self.adj = to_torch_csr_tensor(GRAPH.edge_index, values, size=(N, N))
 
@@ -150,20 +90,6 @@ class OwnMatrix(nn.Module):
             x = torch.sparse.mm(self.adj, lin(x)).tanh()
             total = total + x
         return total / 4
-
-
-class LightGCN(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(N, D)
-        self.convs = nn.ModuleList([gnn.LGConv() for _ in range(3)])
-
-    def forward(self, edge_index: Tensor) -> Tensor:
-        x, total = self.emb.weight, self.emb.weight / 4
-        for conv in self.convs:
-            x = conv(x, edge_index)
-            total = total + x / 4
-        return total
 
 
 class WithoutFeatures(nn.Module):
@@ -181,195 +107,166 @@ class WithoutFeatures(nn.Module):
         return x
 
 
-class WritesLabels(Holds):
-    """Known labels are added to some rows, as label propagation in UniMP does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(4, D)
-
-    def forward(self, x: Tensor, y: Tensor, mask: Tensor, edge_index: Tensor) -> Tensor:
-        h = x.clone()
-        h[mask] = h[mask] + self.emb(y[mask])
-        h[:, 0] = 1.0
-        return self.inner(h, edge_index)
+def table(**options: Any) -> nn.Module:
+    return nn.Embedding(N, D, **options)
 
 
-class Decodes(Table):
-    """The head reads the table again, on every rank."""
-
-    def forward(self, edge_index: Tensor) -> Tensor:
-        z = self.inner(self.emb.weight, edge_index)
-        return (z @ self.emb.weight.t()).mean(-1)
+def linears() -> nn.ModuleList:
+    return nn.ModuleList([nn.Linear(D, D) for _ in range(3)])
 
 
-class CountsSources(Holds):
-    """Degrees over all edges, asked for between layers."""
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        h = self.inner.convs[0](x, edge_index)
-        sources = degree(edge_index[0], h.size(0), dtype=h.dtype)
-        return self.inner(h / (1 + sources).unsqueeze(-1), edge_index)
+def random_rows(num_rows: int = N, *shape: int) -> Callable[[], nn.Parameter]:
+    return lambda: nn.Parameter(torch.rand(num_rows, *shape))
 
 
-class NormalizesByHand(Holds):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        row, col = edge_index
-        scale = degree(col, x.size(0), dtype=x.dtype).pow(-0.5)
-        scale[scale == float("inf")] = 0
-        return self.inner(x, edge_index, scale[row] * scale[col])
+def look_up(net: Any, edge_index: Tensor) -> Tensor:
+    return net.inner(net.emb(torch.arange(N, device=edge_index.device)), edge_index)
 
 
-class Normalizes(Holds):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        edges, weight = gcn_norm(edge_index, None, x.size(0), dtype=x.dtype)
-        return self.inner(x, edges, weight)
+def light_gcn(net: Any, edge_index: Tensor) -> Tensor:
+    x, total = net.emb.weight, net.emb.weight / 4
+    for conv in net.convs:
+        x = conv(x, edge_index)
+        total = total + x / 4
+    return total
 
 
-class Undirected(Holds):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.inner(x, to_undirected(edge_index, num_nodes=x.size(0)))
+def write_labels(net: Any, x: Tensor, y: Tensor, mask: Tensor, edge_index: Tensor) -> Tensor:
+    """Add known labels to some rows, as label propagation in UniMP does."""
+    h = x.clone()
+    h[mask] = h[mask] + net.emb(y[mask])
+    h[:, 0] = 1.0
+    return net.inner(h, edge_index)
 
 
-class ByHandOnOtherEdges(Holds):
-    """Rows of hidden layers are read along edges that forward has made of the data."""
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        row, col = to_undirected(edge_index, num_nodes=N)
-        scale = degree(row, N, dtype=x.dtype).clamp(min=1).rsqrt().unsqueeze(-1)
-        h = self.inner(x, edge_index)
-        h = h + scatter((h * scale)[row], col, 0, h.size(0))
-        return self.inner(h, edge_index)
+def count_sources(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    """Ask for degrees over all edges between layers."""
+    h = net.inner.convs[0](x, edge_index)
+    sources = degree(edge_index[0], h.size(0), dtype=h.dtype)
+    return net.inner(h / (1 + sources).unsqueeze(-1), edge_index)
 
 
-class ComparesFeatures(Holds):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        row, col = edge_index
-        return self.inner(x, edge_index, F.cosine_similarity(x[row], x[col]))
+def normalize_by_hand(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    row, col = edge_index
+    scale = degree(col, x.size(0), dtype=x.dtype).pow(-0.5)
+    scale[scale == float("inf")] = 0
+    return net.inner(x, edge_index, scale[row] * scale[col])
 
 
-class Numbers(Table):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.inner(x + self.emb(torch.arange(x.size(0), device=x.device)), edge_index)
+def normalize(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    edges, weight = gcn_norm(edge_index, None, x.size(0), dtype=x.dtype)
+    return net.inner(x, edges, weight)
 
 
-class BuildsMatrix(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lins = nn.ModuleList([nn.Linear(D, D) for _ in range(3)])
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        ones = torch.ones(edge_index.size(1), dtype=x.dtype)
-        adj = torch.sparse_coo_tensor(edge_index, ones, (x.size(0), x.size(0)))
-        for lin in self.lins:
-            x = torch.spmm(adj, lin(x)).tanh()
-        return x
+def by_hand_on_other_edges(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    """Read rows of hidden layers along edges that forward has made of the data."""
+    row, col = to_undirected(edge_index, num_nodes=N)
+    scale = degree(row, N, dtype=x.dtype).clamp(min=1).rsqrt().unsqueeze(-1)
+    h = net.inner(x, edge_index)
+    h = h + scatter((h * scale)[row], col, 0, h.size(0))
+    return net.inner(h, edge_index)
 
 
-class LooksUpTwice(Table):
-    """As a leaf, and through the embedding."""
-
-    def forward(self, ids: Tensor, edge_index: Tensor) -> Tensor:
-        return self.inner(self.emb.weight + self.emb(ids), edge_index)
+def compare_features(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    row, col = edge_index
+    return net.inner(x, edge_index, F.cosine_similarity(x[row], x[col]))
 
 
-class WidthOfNodes(Holds):
-    """A weight for features that are the numbers of nodes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(N, D))
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.inner(x @ self.weight, edge_index)
+def build_matrix(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    ones = torch.ones(edge_index.size(1), dtype=x.dtype)
+    adj = torch.sparse_coo_tensor(edge_index, ones, (x.size(0), x.size(0)))
+    for lin in net.lins:
+        x = torch.spmm(adj, lin(x)).tanh()
+    return x
 
 
-class EdgesOfModes(Holds):
-    """Trains on some edges and is evaluated on all, as link prediction does."""
+call = by_name(
+    edge_type=lambda data: data.edge_index[0] % KINDS,
+    y=lambda _: torch.arange(N) % 4,
+    mask=lambda _: torch.arange(N) % 3 == 0,
+    one_row=lambda _: torch.arange(N) == N // 2,
+    ids=lambda _: torch.arange(N) * 7 % N,
+    one_hot=lambda _: torch.eye(N),
+)
+held = partial(net_of, Holds)
+Table = held(lambda net, edge_index: net.inner(net.emb.weight, edge_index), emb=table)
+OwnGraph = held(lambda net: net.inner(net.data.x, net.data.edge_index), data=graph)
+# A parameter beside features; the layer before changes all rows.
+Rows = held(lambda net, x, edge_index: net.inner(x + net.rows, edge_index), rows=random_rows(N, D))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.some, self.all = GRAPH.edge_index[:, ::2], GRAPH.edge_index
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x, self.some if self.training else self.all)
-
-
-class OneMoreEdgeSet(Holds):
-    """Edges of the module beside those that are passed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = GRAPH.edge_index[:, 3::2].flip(0)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.inner(self.inner(x, self.more), edge_index)
-
-
-def on_edges(net: Any, data: Data) -> Any:
-    return net(data.edge_index)
-
-
-def on_nothing(net: Any, data: Data) -> Any:
-    return net()
-
-
-def on_x(net: Any, data: Data) -> Any:
-    return net(data.x)
-
-
-def on_types(net: Any, data: Data) -> Any:
-    return net(data.edge_index, data.edge_index[0] % KINDS)
-
-
-def on_labels(net: Any, data: Data) -> Any:
-    numbers = torch.arange(N)
-    return net(data.x, numbers % 4, numbers % 3 == 0, data.edge_index)
-
-
-def on_few_labels(net: Any, data: Data) -> Any:
-    numbers = torch.arange(N)
-    return net(data.x, numbers % 4, numbers == N // 2, data.edge_index)
-
-
-def on_ids(net: Any, data: Data) -> Any:
-    return net(torch.arange(N) * 7 % N, data.edge_index)
-
-
-def on_one_hot(net: Any, data: Data) -> Any:
-    return net(torch.eye(N), data.edge_index)
-
-
-NETS: dict[str, tuple[Callable[[], nn.Module], Forward]] = {
-    "a table": (Table, on_edges),
-    "numbers made in forward": (LooksUp, on_edges),
-    "features made in forward": (Ones, on_edges),
-    "buffers": (OwnBuffers, on_nothing),
-    "a graph of the module": (OwnGraph, on_nothing),
-    "edges of the module": (OwnEdges, on_x),
-    "a graph of the script": (OfTheScript, on_x),
-    "a weight an edge": (EdgeWeights, on_features),
+NETS: dict[str, type[nn.Module]] = {
+    "a table": Table,
+    "numbers made in forward": held(look_up, emb=table),
+    "features made in forward": held(
+        lambda net, edge_index: net.inner(torch.ones(N, D), edge_index)
+    ),
+    "buffers": OwnBuffers,
+    "a graph of the module": OwnGraph,
+    "edges of the module": held(
+        lambda net, x: net.inner(x, net.edges), edges=lambda: GRAPH.edge_index
+    ),
+    "a graph of the script": held(lambda net, x: net.inner(x, GRAPH.edge_index)),
+    "a weight an edge": held(
+        lambda net, x, edge_index: net.inner(x, edge_index, net.weight.sigmoid()),
+        weight=random_rows(NUM_EDGES),
+    ),
 }
-MORE: dict[str, tuple[Callable[[], nn.Module], Forward]] = {
-    "edges of each mode": (EdgesOfModes, on_x),
-    "edges beside edges": (OneMoreEdgeSet, on_features),
-    "rows beside features": (Rows, on_features),
-    "some rows written": (WritesLabels, on_labels),
-    "one row written": (WritesLabels, on_few_labels),
-    "a sparse matrix of the module": (OwnMatrix, on_nothing),
-    "LightGCN": (LightGCN, on_edges),
-    "no features": (WithoutFeatures, on_types),
-    "a table in the head": (Decodes, on_edges),
-    "degrees of sources": (CountsSources, on_features),
-    "norm by hand": (NormalizesByHand, on_features),
-    "gcn_norm": (Normalizes, on_features),
-    "both directions": (Undirected, on_features),
-    "weights of features": (ComparesFeatures, on_features),
-    "messages on other edges": (ByHandOnOtherEdges, on_features),
-    "numbers of rows": (Numbers, on_features),
-    "a matrix of edges": (BuildsMatrix, on_features),
-    "a table and its rows": (LooksUpTwice, on_ids),
-    "as many features as nodes": (WidthOfNodes, on_one_hot),
+MORE: dict[str, type[nn.Module]] = {
+    # Trains on some edges and is evaluated on all, as link prediction does.
+    "edges of each mode": held(
+        lambda net, x: net.inner(x, net.some if net.training else net.all),
+        some=lambda: GRAPH.edge_index[:, ::2],
+        all=lambda: GRAPH.edge_index,
+    ),
+    "edges beside edges": held(
+        lambda net, x, edge_index: net.inner(net.inner(x, net.more), edge_index),
+        more=lambda: GRAPH.edge_index[:, 3::2].flip(0),
+    ),
+    "rows beside features": Rows,
+    "some rows written": held(write_labels, emb=lambda: nn.Embedding(4, D)),
+    "one row written": held(
+        lambda net, x, y, one_row, edge_index: write_labels(net, x, y, one_row, edge_index),
+        emb=lambda: nn.Embedding(4, D),
+    ),
+    "a sparse matrix of the module": OwnMatrix,
+    "LightGCN": net_of(
+        nn.Module,
+        light_gcn,
+        emb=table,
+        convs=lambda: nn.ModuleList([gnn.LGConv() for _ in range(3)]),
+    ),
+    "no features": WithoutFeatures,
+    # The head reads the table again, on every rank.
+    "a table in the head": held(
+        lambda net, edge_index: (net.inner(net.emb.weight, edge_index) @ net.emb.weight.t()).mean(
+            -1
+        ),
+        emb=table,
+    ),
+    "degrees of sources": held(count_sources),
+    "norm by hand": held(normalize_by_hand),
+    "gcn_norm": held(normalize),
+    "both directions": held(
+        lambda net, x, edge_index: net.inner(x, to_undirected(edge_index, num_nodes=x.size(0)))
+    ),
+    "weights of features": held(compare_features),
+    "messages on other edges": held(by_hand_on_other_edges),
+    "numbers of rows": held(
+        lambda net, x, edge_index: net.inner(
+            x + net.emb(torch.arange(x.size(0), device=x.device)), edge_index
+        ),
+        emb=table,
+    ),
+    "a matrix of edges": net_of(nn.Module, build_matrix, lins=linears),
+    # As a leaf, and through the embedding.
+    "a table and its rows": held(
+        lambda net, ids, edge_index: net.inner(net.emb.weight + net.emb(ids), edge_index), emb=table
+    ),
+    # A weight for features that are the numbers of nodes.
+    "as many features as nodes": held(
+        lambda net, one_hot, edge_index: net.inner(one_hot @ net.weight, edge_index),
+        weight=random_rows(N, D),
+    ),
 }
 
 
@@ -377,7 +274,7 @@ MORE: dict[str, tuple[Callable[[], nn.Module], Forward]] = {
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", [*NETS, *MORE])
 def test_what_a_module_holds_trains_as_plainly(name: str) -> None:
-    assert_alike(*(NETS | MORE)[name], pipelined_module="net")
+    assert_alike((NETS | MORE)[name], call, pipelined_module="net")
 
 
 def difference(one: Fits, other: Fits) -> float:
@@ -388,10 +285,9 @@ def difference(one: Fits, other: Fits) -> float:
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", NETS)
 def test_in_chunks_it_counts_as_arguments(name: str) -> None:
-    make, call = NETS[name]
     options = {"num_chunks": 3, "staleness": "constant"}
-    found = fit(make, call, pipelined_module="net", **options)
-    oracle = fit(make, call, pipelined_module="net.inner", **options)
+    found = fit(NETS[name], call, pipelined_module="net", **options)
+    oracle = fit(NETS[name], call, pipelined_module="net.inner", **options)
     assert difference(found, oracle) < 1e-10
 
 
@@ -413,11 +309,9 @@ PLACES: dict[str, dict[str, Any]] = {"two stages": {}, "two shards": {"graph_par
     ],
 )
 def test_on_two_ranks_it_trains_as_on_one(name: str, place: str) -> None:
-    options = {"pipelined_module": "net", **PLACES[place]}
-    make, call = (NETS | MORE)[name]
-    num_chunks = 2 if place == "two stages" else 1
-    both = fit(make, call, num_chunks=num_chunks, num_stages=2, **options)
-    alone = fit(make, call, num_chunks=num_chunks, pipelined_module="net")
+    options = {"num_chunks": 2 if place == "two stages" else 1, "pipelined_module": "net"}
+    alone = fit((NETS | MORE)[name], call, **options)
+    both = fit((NETS | MORE)[name], call, num_stages=2, **options, **PLACES[place])
     assert difference(both, alone) < 1e-10
 
 
@@ -425,7 +319,7 @@ def test_on_two_ranks_it_trains_as_on_one(name: str, place: str) -> None:
 def test_a_table_is_on_the_stage_that_reads_it(tmp_path: Path) -> None:
     """Rank 1 has no row of it, nor of its state; a checkpoint has all of both."""
     torch.manual_seed(0)
-    module = Watches(Table(), on_edges)
+    module = Watches(Table(), call)
     loader = DataLoader([graph()], batch_size=None)
     saving = ModelCheckpoint(tmp_path, save_last=True)
     piped = {"num_chunks": 3, "pipelined_module": "net"}
@@ -452,7 +346,6 @@ class Watches(Fits):
 def train(
     kind: type[Fits],
     make: Callable[[], nn.Module],
-    call: Forward,
     num_chunks: int,
     num_stages: int = 1,
     loaders: Any = None,
@@ -467,54 +360,62 @@ def train(
     return module
 
 
-@pytest.mark.usefixtures("double")
-def test_a_buffer_that_changes_is_read_anew() -> None:
-    """As an argument that changes does: the step on new features is exact."""
+def changing(change: Callable[[Any, int], Any]) -> type[Fits]:
+    """Return a module whose hook changes the net in each epoch."""
 
     class Changes(Fits):
         def on_train_epoch_start(self) -> None:
-            if self.current_epoch == 2:
-                self.net.x += 1.0
+            change(self.net, self.current_epoch)
 
-    def make() -> nn.Module:
-        net = OwnBuffers()
-        net.x = GRAPH.x.clone()
-        return net
-
-    plain, exact, chunked = (train(Changes, make, on_nothing, n) for n in (0, 1, 3))
-    assert difference(exact, plain) < 1e-9
-    assert difference(chunked, plain) < 0.5
+    return Changes
 
 
-class Remakes(Fits):
-    """Gives the module another tensor in each of the first epochs."""
+class Sparse(Fits):
+    """Has an optimizer for sparse gradients."""
 
-    def on_train_epoch_start(self) -> None:
-        self.net.data = graph(x=GRAPH.x + self.current_epoch // 2)
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.02)
+
+
+class Follows(Fits):
+    """A hook changes the gradient of the table."""
+
+    def __init__(self, net: Any, call: Forward) -> None:
+        super().__init__(net, call)
+        net.emb.weight.register_hook(lambda grad: grad * (torch.arange(N) % 2).unsqueeze(-1))
+
+
+OUTSIDE: dict[str, tuple[type[Fits], type[nn.Module]]] = {
+    # As an argument that changes does: the step on new features is exact.
+    "a buffer changes": (changing(lambda net, epoch: epoch == 2 and net.x.add_(1.0)), OwnBuffers),
+    "a sparse table": (Sparse, held(look_up, emb=lambda: table(sparse=True))),
+    "a graph takes the place of another": (
+        changing(lambda net, epoch: setattr(net, "data", graph(x=GRAPH.x + epoch // 2))),
+        OwnGraph,
+    ),
+    "a tensor in the graph": (
+        changing(lambda net, epoch: setattr(net.data, "x", GRAPH.x + epoch // 2)),
+        OwnGraph,
+    ),
+    "a gradient": (Follows, Table),
+}
 
 
 @pytest.mark.usefixtures("double")
-def test_a_graph_in_place_of_another_is_read() -> None:
-    plain, exact = (train(Remakes, OwnGraph, on_nothing, n) for n in (0, 1))
+@pytest.mark.parametrize("name", [*list(OUTSIDE)[:4], slow("a gradient")])
+def test_changes_from_outside_count(name: str) -> None:
+    plain, exact = (train(*OUTSIDE[name], num_chunks) for num_chunks in (0, 1))
     assert difference(exact, plain) < 1e-9
+    if name in ("a buffer changes", "a sparse table"):
+        assert difference(train(*OUTSIDE[name], 3), plain) < 0.5
 
 
 @pytest.mark.usefixtures("double")
-def test_a_sparse_table_trains_as_plainly() -> None:
-    """With an optimizer for sparse gradients."""
-
-    class Sparse(Fits):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.02)
-
-    plain, exact, chunked = (train(Sparse, LooksUpSparse, on_edges, n) for n in (0, 1, 3))
-    assert difference(exact, plain) < 1e-9
-    assert difference(chunked, plain) < 0.5
-
-
-class LooksUpSparse(LooksUp):
-    def __init__(self) -> None:
-        super().__init__(sparse=True)
+def test_a_table_that_another_stage_holds_is_thawed() -> None:
+    """The new trace is the same on the rank that has no row of it."""
+    kind = changing(lambda net, epoch: net.emb.weight.requires_grad_(epoch > 0))
+    both = train(kind, Table, num_chunks=1, num_stages=2)
+    assert difference(both, train(kind, Table, num_chunks=0)) < 1e-9
 
 
 class Moves(Fits):
@@ -535,15 +436,15 @@ class Moves(Fits):
 
 @pytest.mark.some_cases(1)
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("make", [ComparesFeatures, NormalizesByHand, Rows])
-def test_results_on_data_follow_the_data(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("name", ["weights of features", "norm by hand", "rows beside features"])
+def test_results_on_data_follow_the_data(name: str) -> None:
     inside = GRAPH.edge_index[:, (GRAPH.edge_index < 40).all(0)]
     small = graph(x=GRAPH.x[:40], edge_index=inside)
     small.edge_attr = None
-    sizes = [graph(), graph() if make is Rows else small]
+    sizes = [graph(), graph() if MORE[name] is Rows else small]
     loaders = [DataLoader([one], batch_size=None) for one in sizes]
 
-    plain, exact, warm = (train(Moves, make, on_features, n, loaders=loaders) for n in (0, 1, 3))
+    plain, exact, warm = (train(Moves, MORE[name], n, loaders=loaders) for n in (0, 1, 3))
     assert difference(exact, plain) < 1e-9
     warm.eval()
     last = graph(x=GRAPH.x)
@@ -551,126 +452,94 @@ def test_results_on_data_follow_the_data(make: Callable[[], nn.Module]) -> None:
         torch.testing.assert_close(warm.outputs[0], on_features(warm.net, last))
 
 
-class Remembers(OwnBuffers):
-    def forward(self) -> Tensor:
-        h = self.inner(self.x, self.edge_index)
-        self.x.copy_(h.detach())
-        return h
+class Writes(Holds):
+    """Runs `write`, then the layers."""
 
-
-class Clamps(Table):
-    def forward(self, edge_index: Tensor) -> Tensor:
-        self.emb.weight.data.clamp_(-0.1, 0.1)
-        return self.inner(self.emb.weight, edge_index)
-
-
-class Assigns(Table):
-    def forward(self, edge_index: Tensor) -> Tensor:
-        self.emb.weight.data = F.normalize(self.emb.weight.data)
-        return self.inner(self.emb.weight, edge_index)
-
-
-class FillsRows(Holds):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        shift = torch.zeros(N, D)
-        shift[x > 0] = x[x > 0]
-        return self.inner(x + shift, edge_index)
-
-
-class WritesUnderAView(Holds):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        h = x.clone()
-        first = h[:, :1]
-        h[x > 0] = 0.0
-        return self.inner(h + first, edge_index)
-
-
-class WritesToAView(Holds):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        h = x.clone()
-        h[:, 0][x[:, 1] > 0] = 0.0
-        return self.inner(h, edge_index)
-
-
-class WritesToABuffer(Holds):
-    def __init__(self) -> None:
+    def __init__(self, write: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
+        self.write, self.emb = write, table()
+        self.register_buffer("shift", torch.zeros(N, D))
         self.register_buffer("count", torch.zeros(3))
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        self.count.view(-1)[0] = 1.0
-        return self.inner(x, edge_index)
+        return self.inner(self.write(self, x), edge_index)
 
 
-class WritesToTheSame(Holds):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        h = x.contiguous()
-        h[x > 0] = 0.0
-        return self.inner(h, edge_index)
+def remembers(net: Any, x: Tensor) -> Tensor:
+    h = x + net.shift
+    net.shift.copy_(h.detach())
+    return h
+
+
+def clamps(net: Any, x: Tensor) -> Tensor:
+    net.emb.weight.data.clamp_(-0.1, 0.1)
+    return x + net.emb.weight
+
+
+def assigns(net: Any, x: Tensor) -> Tensor:
+    net.emb.weight.data = F.normalize(net.emb.weight.data)
+    return x + net.emb.weight
+
+
+def fills_rows(net: Any, x: Tensor) -> Tensor:
+    shift = torch.zeros(N, D)
+    shift[x > 0] = x[x > 0]
+    return x + shift
+
+
+def writes_under_a_view(net: Any, x: Tensor) -> Tensor:
+    h = x.clone()
+    first = h[:, :1]
+    h[x > 0] = 0.0
+    return h + first
+
+
+def writes_to_a_view(net: Any, x: Tensor) -> Tensor:
+    h = x.clone()
+    h[:, 0][x[:, 1] > 0] = 0.0
+    return h
+
+
+def writes_to_the_same(net: Any, x: Tensor) -> Tensor:
+    h = x.contiguous()
+    h[x > 0] = 0.0
+    return h
+
+
+def writes_to_a_buffer(net: Any, x: Tensor) -> Tensor:
+    net.count.view(-1)[0] = 1.0
+    return x
+
+
+def writes_an_argument(net: Any, x: Tensor) -> Tensor:
+    x[:, 0] = 1.0
+    return x
 
 
 @pytest.mark.some_cases(3)
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(
-    ("make", "call", "found"),
+    ("write", "found"),
     [
-        (Remembers, on_nothing, "'module.x', which is no argument"),
-        (Clamps, on_edges, "'module.emb.weight', which is no argument"),
-        (Assigns, on_edges, "does not support assignment of data"),
-        (FillsRows, on_features, "a write to"),
-        (WritesUnderAView, on_features, "shares memory"),
-        (WritesToAView, on_features, "shares memory"),
-        (WritesToTheSame, on_features, "shares memory"),
-        (WritesToABuffer, on_features, "shares memory"),
+        (remembers, "'module.shift', which is no argument"),
+        (clamps, "'module.emb.weight', which is no argument"),
+        (assigns, "does not support assignment of data"),
+        (fills_rows, "a write to"),
+        (writes_under_a_view, "shares memory"),
+        (writes_to_a_view, "shares memory"),
+        (writes_to_the_same, "shares memory"),
+        (writes_to_a_buffer, "shares memory"),
     ],
 )
-def test_writes_that_others_would_see_are_refused(
-    make: Callable[[], nn.Module], call: Forward, found: str
-) -> None:
+def test_writes_that_others_would_see_are_refused(write: Any, found: str) -> None:
     """In one chunk too, where no values are compared."""
     with pytest.raises(UnsupportedError, match=found):
-        fit(make, call, num_chunks=1, pipelined_module="net")
+        fit(lambda: Writes(write), num_chunks=1, pipelined_module="net")
 
 
-class Replaces(Fits):
-    """Replaces a tensor in the graph of the module."""
-
-    def on_train_epoch_start(self) -> None:
-        self.net.data.x = GRAPH.x + self.current_epoch // 2
-
-
-class Follows(Fits):
-    """A hook changes the gradient of the table."""
-
-    def __init__(self, net: Any, call: Forward) -> None:
-        super().__init__(net, call)
-        net.emb.weight.register_hook(lambda grad: grad * (torch.arange(N) % 2).unsqueeze(-1))
-
-
-class Thaws(Fits):
-    def on_train_epoch_start(self) -> None:
-        self.net.emb.weight.requires_grad_(self.current_epoch > 0)
-
-
-@pytest.mark.some_cases(1)
-@pytest.mark.usefixtures("double")
-@pytest.mark.parametrize(
-    ("kind", "make", "call"), [(Replaces, OwnGraph, on_nothing), (Follows, Table, on_edges)]
-)
-def test_changes_from_outside_count(kind: type[Fits], make: Any, call: Forward) -> None:
-    assert difference(train(kind, make, call, 1), train(kind, make, call, 0)) < 1e-9
-
-
-@pytest.mark.usefixtures("double")
-def test_a_table_that_another_stage_holds_is_thawed() -> None:
-    """The new trace is the same on the rank that has no row of it."""
-    both = train(Thaws, Table, on_edges, num_chunks=1, num_stages=2)
-    assert difference(both, train(Thaws, Table, on_edges, num_chunks=0)) < 1e-9
-
-
-class Accumulates(Holds):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.inner(x.cumsum(0) / N, edge_index)
+def test_rows_of_an_argument_are_not_written() -> None:
+    with pytest.raises(UnsupportedError, match="an assignment to some rows of a tensor"):
+        fit(lambda: Writes(writes_an_argument), num_chunks=3, pipelined_module="net")
 
 
 class Encodes(Fits):
@@ -687,35 +556,23 @@ class Encodes(Fits):
 
 @pytest.mark.usefixtures("double")
 def test_results_on_features_with_a_gradient_are_no_data() -> None:
+    accumulates = held(lambda net, x, edge_index: net.inner(x.cumsum(0) / N, edge_index))
     with pytest.raises(UnsupportedError, match="the same values on chunks"):
-        train(Encodes, Accumulates, on_features, 3)
+        train(Encodes, accumulates, 3)
 
 
-class DrawsOnData(Holds):
-    """Random numbers under a name that does not say so, beside what must be folded."""
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        mixed = F.gumbel_softmax(x)
-        return self.inner(mixed, to_undirected(edge_index, num_nodes=mixed.size(0)))
+def draw_on_data(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    """Draw random numbers under a name that does not say so, beside what must be folded."""
+    mixed = F.gumbel_softmax(x)
+    return net.inner(mixed, to_undirected(edge_index, num_nodes=mixed.size(0)))
 
 
 def test_random_numbers_on_data_are_not_kept() -> None:
     state = torch.get_rng_state()
     with pytest.raises(UnsupportedError, match="num_chunks=1"):
         torch.manual_seed(0)
-        fit(DrawsOnData, num_chunks=3, pipelined_module="net")
+        fit(held(draw_on_data), num_chunks=3, pipelined_module="net")
     torch.set_rng_state(state)
-
-
-class WritesAnArgument(Holds):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x[:, 0] = 1.0
-        return self.inner(x, edge_index)
-
-
-def test_rows_of_an_argument_are_not_written() -> None:
-    with pytest.raises(UnsupportedError, match="an assignment to some rows of a tensor"):
-        fit(WritesAnArgument, num_chunks=3, pipelined_module="net")
 
 
 HABITS = {

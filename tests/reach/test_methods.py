@@ -20,7 +20,7 @@ from torch_geometric.nn.models import ARGVA, GAE, VGAE
 from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
 from tests.helpers.launch import BatchList, assert_transparent, fit_batches
-from tests.helpers.trainers import double_precision, quiet_trainer
+from tests.helpers.trainers import double_precision, quiet_trainer, weights
 
 N, D, H = 30, 5, 4
 
@@ -97,7 +97,7 @@ class Several(Net):
 
 
 class Module(L.LightningModule):
-    """Trains `net`; `score` returns what is compared in validation."""
+    """Trains `net` on `_rows`; `score` returns what is compared in validation."""
 
     def __init__(self, net: nn.Module | None = None) -> None:
         super().__init__()
@@ -106,12 +106,18 @@ class Module(L.LightningModule):
         self.seen: list[Tensor] = []
         self.folder: Path | None = None
 
+    def _rows(self, data: Data) -> Tensor:
+        return self.net.encode(data.x, data.edge_index)
+
     def loss(self, data: Data) -> Tensor:
-        z = self.net.encode(data.x, data.edge_index)
-        return pair_loss(self.net.decode, z, data)
+        pairs = torch.cat([data.edge_index, data.non_edge_index], dim=1)
+        labels = torch.ones(pairs.size(1), dtype=data.x.dtype)
+        labels[data.edge_index.size(1) :] = 0
+        decoded = self.net.decode(self._rows(data), pairs)
+        return F.binary_cross_entropy_with_logits(decoded, labels)
 
     def score(self, data: Data) -> Tensor:
-        return self.net.encode(data.x, data.edge_index)
+        return self._rows(data)
 
     def training_step(self, data: Data, batch_idx: int) -> Tensor:
         torch.manual_seed(self.current_epoch)
@@ -141,16 +147,9 @@ class Module(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.02)
 
 
-def pair_loss(decode: Callable[[Tensor, Tensor], Tensor], z: Tensor, data: Data) -> Tensor:
-    pairs = torch.cat([data.edge_index, data.non_edge_index], dim=1)
-    labels = torch.ones(pairs.size(1), dtype=z.dtype)
-    labels[data.edge_index.size(1) :] = 0
-    return F.binary_cross_entropy_with_logits(decode(z, pairs), labels)
-
-
 class Auto(Module):
     def loss(self, data: Data) -> Tensor:
-        z = self.net.encode(data.x, data.edge_index)
+        z = self._rows(data)
         loss = self.net.recon_loss(z, data.edge_index, data.non_edge_index)
         return loss + (self.net.kl_loss() / N if isinstance(self.net, VGAE) else 0)
 
@@ -166,7 +165,7 @@ class Adversarial(Module):
     def training_step(self, data: Data, batch_idx: int) -> None:
         torch.manual_seed(self.current_epoch)
         of_encoder, of_discriminator = self.optimizers()
-        z = self.net.encode(data.x, data.edge_index)
+        z = self._rows(data)
         for _ in range(2):
             of_discriminator.zero_grad()
             self.manual_backward(self.net.discriminator_loss(z))
@@ -193,12 +192,8 @@ class Predictor(Module):
 class Twice(Module):
     """Calls two methods in each step; the second one runs on the whole graph."""
 
-    def score(self, data: Data) -> Tensor:
-        z = self.net.encode(data.x, data.edge_index)
-        return z + self.net.smooth(data.x[:, :H], data.edge_index)
-
-    def loss(self, data: Data) -> Tensor:
-        return pair_loss(self.net.decode, self.score(data), data)
+    def _rows(self, data: Data) -> Tensor:
+        return super()._rows(data) + self.net.smooth(data.x[:, :H], data.edge_index)
 
 
 class Copying(Module):
@@ -212,7 +207,14 @@ class Copying(Module):
         return loss + rows.mean()
 
 
-class Helper(Module):
+class Nodes(Module):
+    """Classifies nodes by `_rows`."""
+
+    def loss(self, data: Data) -> Tensor:
+        return F.cross_entropy(self._rows(data), data.y)
+
+
+class Helper(Nodes):
     """Layers of the LightningModule itself, called by a method of it."""
 
     def __init__(self) -> None:
@@ -222,13 +224,7 @@ class Helper(Module):
     def embed(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.conv2(self.conv1(x, edge_index).relu(), edge_index)
 
-    def shared_step(self, data: Data) -> Tensor:
-        return F.cross_entropy(self.embed(data.x, data.edge_index), data.y)
-
-    def loss(self, data: Data) -> Tensor:
-        return self.shared_step(data)
-
-    def score(self, data: Data) -> Tensor:
+    def _rows(self, data: Data) -> Tensor:
         return self.embed(data.x, data.edge_index)
 
 
@@ -240,7 +236,7 @@ class HelperBesideForward(Helper):
         return self(data.x, data.edge_index)
 
 
-class Private(Module):
+class Private(Nodes):
     """A method with an underscore, and the graph as its argument."""
 
     def __init__(self) -> None:
@@ -253,24 +249,15 @@ class Private(Module):
             x = torch.tanh(conv(x, data.edge_index))
         return x
 
-    def loss(self, data: Data) -> Tensor:
-        return F.cross_entropy(self._rows(data), data.y)
 
-    def score(self, data: Data) -> Tensor:
-        return self._rows(data)
-
-
-class OneCalled(Module):
+class OneCalled(Nodes):
     """Two networks; training calls one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.encoder, self.unused = Encoder(), Encoder()
 
-    def loss(self, data: Data) -> Tensor:
-        return F.cross_entropy(self.encoder(data.x, data.edge_index), data.y)
-
-    def score(self, data: Data) -> Tensor:
+    def _rows(self, data: Data) -> Tensor:
         return self.encoder(data.x, data.edge_index)
 
     def configure_optimizers(self) -> Any:
@@ -326,10 +313,7 @@ def fit(
     make: Callable[[], Module], num_chunks: int, devices: int = 1, **options: Any
 ) -> tuple[Module, L.Trainer]:
     """Train for three epochs; plainly for 0 chunks."""
-    with double_precision():
-        torch.manual_seed(0)
-        module = make()
-    trainer = trainer_of(num_chunks, devices, **options)
+    module, trainer = fresh(make), trainer_of(num_chunks, devices, **options)
     trainer.fit(module, BatchList([graph()]), BatchList([graph()]))
     return module, trainer
 
@@ -341,14 +325,8 @@ def trainer_of(num_chunks: int, devices: int = 1, **options: Any) -> L.Trainer:
 
 def assert_same(found: Module, plain: Module) -> None:
     assert found.losses == pytest.approx(plain.losses, rel=0, abs=1e-9)
-    for one, other in zip(found.seen, plain.seen, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
-    assert_same_weights(found, plain)
-
-
-def assert_same_weights(found: Module, plain: Module) -> None:
-    for (name, one), other in zip(found.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-9, msg=name)
+    torch.testing.assert_close(found.seen, plain.seen, rtol=0, atol=1e-10)
+    torch.testing.assert_close(weights(found), weights(plain), rtol=0, atol=1e-9)
 
 
 @pytest.mark.some_cases(2)
@@ -391,11 +369,10 @@ def test_stages_train_as_plain(tmp_path: Path) -> None:
 
 
 def test_replicas_average_weights_of_the_decoder(tmp_path: Path) -> None:
-    batches = [[graph(2 * i), graph(2 * i + 1)] for i in range(4)]
     found, plain = (
         fit_batches(
             fresh(CASES["encode and decode"]),
-            DataLoader([one for batch in batches for one in batch], batch_size=2),
+            DataLoader([graph(seed) for seed in range(8)], batch_size=2),
             num_stages=num_stages,
             num_replicas=2,
             num_chunks=2,
@@ -438,23 +415,22 @@ def test_a_method_can_be_named(name: str, case: str) -> None:
             fit(CASES[case], 3, pipelined_module=wrong)
 
 
-class LayerByLayer(Helper):
+class Bare(Module):
     """Its training_step calls the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = gnn.GCNConv(D, H), gnn.GCNConv(H, H)
 
     def training_step(self, data: Data, batch_idx: int) -> Tensor:
         x = self.conv1(data.x, data.edge_index).relu()
         return F.cross_entropy(self.conv2(x, data.edge_index), data.y)
 
 
-class Bare(L.LightningModule):
-    """The same, without another method."""
+class LayerByLayer(Helper):
+    """The same, beside another method."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = gnn.GCNConv(D, H), gnn.GCNConv(H, H)
-
-    training_step = LayerByLayer.training_step
-    configure_optimizers = Module.configure_optimizers
+    training_step = Bare.training_step
 
 
 @pytest.mark.parametrize(
@@ -480,30 +456,31 @@ def test_a_plan_is_of_the_method_that_is_called() -> None:
     assert "encode" not in vars(module.net)
 
 
+trains = test_it_trains_in_chunks_and_validates_exactly
 HABITS = {
     "`encode` of GAE, VGAE, ARGVA": (
         "as plainly; `encode` is pipelined",
-        test_it_trains_in_chunks_and_validates_exactly,
+        trains,
         *("GAE", "GAE of one layer", "VGAE", "ARGVA, two optimizers"),
     ),
     "`encode` and `decode` of a network, with or without `forward`": (
         "as plainly; `encode` is pipelined, each device decodes",
-        test_it_trains_in_chunks_and_validates_exactly,
+        trains,
         *("encode and decode", "encode, evaluated by forward", "encode beside forward"),
     ),
     "a second method with message passing": (
         "as plainly; runs on the whole graph on each device, which a warning says",
-        test_it_trains_in_chunks_and_validates_exactly,
+        trains,
         "two methods",
     ),
     "another method in evaluation (`inference`)": (
         "as plainly",
-        test_it_trains_in_chunks_and_validates_exactly,
+        trains,
         "another method in evaluation",
     ),
     "layers as attributes of the LightningModule, called by a method of it": (
         "as plainly; that method is pipelined",
-        test_it_trains_in_chunks_and_validates_exactly,
+        trains,
         *("layers of the LightningModule", "layers of the LightningModule, with forward"),
         "a private method",
     ),
@@ -513,17 +490,9 @@ HABITS = {
     ),
     "two networks, of which training calls one": (
         "as plainly; that one is pipelined",
-        test_it_trains_in_chunks_and_validates_exactly,
+        trains,
         "one of two networks",
     ),
-    "a second name for the layers (`self.backbone`)": (
-        "as plainly",
-        test_it_trains_in_chunks_and_validates_exactly,
-        "a backbone",
-    ),
-    "`copy.deepcopy(net)` in `training_step`": (
-        "as plainly on one stage",
-        test_it_trains_in_chunks_and_validates_exactly,
-        "a copy",
-    ),
+    "a second name for the layers (`self.backbone`)": ("as plainly", trains, "a backbone"),
+    "`copy.deepcopy(net)` in `training_step`": ("as plainly on one stage", trains, "a copy"),
 }

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,25 +18,23 @@ from torch_geometric.data import Data
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import scatter, spmm, to_edge_index
 
-from lightning_gnnpipe import FullGraphDataModule
 from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.errors import GNNPipeError, UnsupportedError
 from lightning_gnnpipe.passing import Matrices, assemble, matrix
 from lightning_gnnpipe.stages import find_pipelined
+from tests.helpers.alike import Fits, Forward, assert_alike, fit
 from tests.helpers.cases import some
-from tests.helpers.trainers import quiet_trainer
+from tests.helpers.trainers import weights
 
 N, D, C = 13, 6, 3
 LAYOUTS = {"csr": torch.sparse_csr, "coo": torch.sparse_coo, "csc": torch.sparse_csc}
 
-Takes = Callable[[Data], tuple[Any, ...]]
-
 
 @pytest.fixture(autouse=True)
-def in_double_precision() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+def by_sgd(double: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adam would hide a factor on gradients."""
+    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+    monkeypatch.setattr(Fits, "configure_optimizers", lambda self: sgd(self.parameters()))
 
 
 def graph(*, weighted: bool = True, has_loop: bool = True) -> Data:
@@ -46,7 +44,7 @@ def graph(*, weighted: bool = True, has_loop: bool = True) -> Data:
     dense[4, 4] = float(has_loop)
     if weighted:
         dense = dense * (0.2 + torch.rand(N, N))
-    data = Data(x=torch.randn(N, D), y=torch.arange(N) % C)
+    data = Data(x=torch.randn(N, D))
     for name, layout in LAYOUTS.items():
         data[f"adj_{name}"] = dense.to_sparse(layout=layout)
     row, column = dense.nonzero().t()  # row-major, as CSR
@@ -202,98 +200,51 @@ def data_of(values: str, *, has_loop: bool = True) -> Data:
     return normalised(data) if values == "normalised" else data
 
 
-class Task(L.LightningModule):
-    def __init__(self, net: nn.Module, takes: Takes) -> None:
-        super().__init__()
-        self.net, self.takes = net, takes
-        self.losses: list[float] = []
-
-    def training_step(self, data: Data, batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self.net(*self.takes(data)), data.y)
-        self.losses.append(float(loss))
-        return loss
-
-    def validation_step(self, data: Data, batch_idx: int) -> None:
-        self.outputs = self.net(*self.takes(data))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
-
-
-def fit(
-    make: Callable[[], nn.Module],
-    data: Data,
-    takes: Takes,
-    num_chunks: int = 0,
-    epochs: int = 3,
-    num_stages: int = 1,
-) -> Task:
-    """Train; `num_chunks` is 0 for a plain Trainer."""
-    torch.manual_seed(1)
-    task = Task(make(), takes)
-    piped: dict[str, Any] | None = {"num_chunks": num_chunks} if num_chunks else None
-    if num_chunks > 1:
-        piped = {"num_chunks": num_chunks, "partition": torch.arange(N) % num_chunks}
-    trainer = quiet_trainer(num_stages, piped, max_epochs=epochs)
-    trainer.fit(task, datamodule=FullGraphDataModule(data))
-    return task
-
-
-def assert_same(found: Task, expected: Task, tolerance: float) -> None:
-    state = expected.state_dict()
-    assert found.state_dict().keys() == state.keys()
-    for name, value in found.state_dict().items():
-        torch.testing.assert_close(value, state[name], rtol=0, atol=tolerance)
-    torch.testing.assert_close(found.losses, expected.losses, rtol=0, atol=tolerance)
+def assert_same(found: Fits, expected: Fits, tolerance: float) -> None:
+    torch.testing.assert_close(weights(found), weights(expected), rtol=0, atol=tolerance)
     torch.testing.assert_close(found.outputs, expected.outputs, rtol=0, atol=tolerance)
 
 
-def takes_matrix(layout: str) -> Takes:
-    return lambda data: (data.x, data[f"adj_{layout}"])
+def on_matrix(layout: str) -> Forward:
+    return lambda net, data: net(data.x, data[f"adj_{layout}"])
+
+
+def on_edges(name: str) -> Forward:
+    if name in WITHOUT_WEIGHT:
+        return lambda net, data: net(data.x, data.edge_index)
+    return lambda net, data: net(data.x, data.edge_index, data.edge_weight)
 
 
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("name", "layout"), some(CASES, every=2))
 def test_one_chunk_equals_plain_pyg(name: str, layout: str) -> None:
     make, _, values = NETS[name]
-    data, takes = data_of(values), takes_matrix(layout)
-    assert_same(fit(make, data, takes, 1), fit(make, data, takes), 1e-9)
+    assert_alike(make, on_matrix(layout), data_of(values))
 
 
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", NETS)
 def test_chunks_equal_the_same_network_on_edges(name: str) -> None:
     """PyG normalises a matrix otherwise than edges where there is a self-loop: here is none."""
-    make, on_edges, values = NETS[name]
-    data, takes = data_of(values, has_loop=False), takes_matrix("csr")
-    found = fit(make, data, takes, 3, epochs=5)
-    assert found.losses != fit(make, data, takes, 1, epochs=5).losses
+    make, by_layer, values = NETS[name]
+    data, call = data_of(values, has_loop=False), on_matrix("csr")
+    chunks: dict[str, Any] = {"num_chunks": 3, "partition": torch.arange(N) % 3, "epochs": 5}
+    found = fit(make, call, data, **chunks)
+    exact = fit(make, call, data, num_chunks=1, epochs=5)
+    assert not torch.equal(weights(found), weights(exact))
     with torch.no_grad():
-        plain = found.net(*takes(data))
-    torch.testing.assert_close(found.outputs, plain, rtol=0, atol=1e-10)
+        torch.testing.assert_close(found.outputs, [call(found.net, data)], rtol=0, atol=1e-10)
     if name != "sage weighted":  # only matrices weigh the messages of SAGE
-        expected = fit(on_edges or make, data, takes_edges(name), 3, epochs=5)
-        assert_same(found, expected, 1e-10)
-
-
-def takes_edges(name: str) -> Takes:
-    if name in WITHOUT_WEIGHT:
-        return lambda data: (data.x, data.edge_index)
-    return lambda data: (data.x, data.edge_index, data.edge_weight)
+        assert_same(found, fit(by_layer or make, on_edges(name), data, **chunks), 1e-10)
 
 
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", ["gat", "gcnii by hand"])
 def test_two_stages_equal_one(name: str) -> None:
     make, _, values = NETS[name]
-    runs = [fit(make, data_of(values), takes_matrix("coo"), 3, 4, stages) for stages in (1, 2)]
-    for key, value in runs[0].state_dict().items():
-        torch.testing.assert_close(runs[1].state_dict()[key], value, rtol=0, atol=1e-10)
-
-
-def transformed(data: Data) -> Data:
-    transform = T.Compose([T.ToUndirected(), T.ToSparseTensor(layout=torch.sparse_csr)])
-    return transform(Data(x=data.x, y=data.y, edge_index=data.edge_index))
+    data, call = data_of(values), on_matrix("coo")
+    one, two = (weights(fit(make, call, data, 3, stages)) for stages in (1, 2))
+    torch.testing.assert_close(two, one, rtol=0, atol=1e-10)
 
 
 def test_a_graph_after_transforms_is_passed_whole() -> None:
@@ -301,28 +252,21 @@ def test_a_graph_after_transforms_is_passed_whole() -> None:
         def forward(self, data: Data) -> Tensor:
             return super().forward(data.x, data.adj_t)
 
-    data = transformed(graph())
+    given = graph()
+    transform = T.Compose([T.ToUndirected(), T.ToSparseTensor(layout=torch.sparse_csr)])
+    data = transform(Data(x=given.x, edge_index=given.edge_index))
     assert "edge_index" not in data
-
-    def make() -> nn.Module:
-        return Net(*(gnn.GCNConv(8, 8) for _ in range(3)))
-
-    def takes(data: Data) -> tuple[Any, ...]:
-        return (data,)
-
-    assert_same(fit(make, data, takes, 1), fit(make, data, takes), 1e-9)
-    found = fit(make, data, takes, 3)
-    with torch.no_grad():
-        torch.testing.assert_close(found.outputs, found.net(data), rtol=0, atol=1e-10)
+    assert_alike(lambda: Net(gnn.GCNConv(8, 8), gnn.SAGEConv(8, 8)), Net.__call__, data)
 
 
 def test_an_edge_index_of_pyg_is_a_tensor_of_edges() -> None:
     data = graph(weighted=False, has_loop=False)
     made = EdgeIndex(data.edge_index, sparse_size=(N, N))
     data.sorted_edges = made.sort_by("col").values
-    make, takes = stack(gnn.SAGEConv), lambda data: (data.x, data.sorted_edges)
-    assert_same(fit(make, data, takes, 1), fit(make, data, takes), 1e-9)
-    assert_same(fit(make, data, takes, 3), fit(make, data, takes_matrix("csr"), 3), 1e-10)
+    make, call = stack(gnn.SAGEConv), lambda net, data: net(data.x, data.sorted_edges)
+    assert_alike(make, call, data)
+    found, expected = (fit(make, one, data, num_chunks=3) for one in (call, on_matrix("csr")))
+    assert_same(found, expected, 1e-10)
 
 
 class Products(nn.Module):
@@ -356,13 +300,9 @@ class ProductsByHand(Products):
 
 
 def test_products_by_hand() -> None:
-    data, takes = graph(), takes_matrix("coo")
-    plain = fit(ProductsByHand, data, takes)
-    assert_same(fit(Products, data, takes), plain, 1e-9)
-    assert_same(fit(Products, data, takes, 1), plain, 1e-9)
-    found = fit(Products, data, takes, 3, epochs=5)
-    with torch.no_grad():
-        torch.testing.assert_close(found.outputs, found.net(*takes(data)), rtol=0, atol=1e-10)
+    data, call = graph(), on_matrix("coo")
+    assert_same(fit(Products, call, data), fit(ProductsByHand, call, data), 1e-9)
+    assert_alike(Products, call, data)
 
 
 def test_layers_take_a_transpose() -> None:
@@ -373,36 +313,22 @@ def test_layers_take_a_transpose() -> None:
                 x = x + conv(x, adj).tanh() - conv(x, adj.t())
             return self.head(x)
 
-    def make() -> nn.Module:
-        return Both(gnn.GraphConv(8, 8), gnn.SAGEConv(8, 8))
-
-    data, takes = graph(), takes_matrix("csr")
-    assert_same(fit(make, data, takes, 1), fit(make, data, takes), 1e-9)
-    found = fit(make, data, takes, 3, epochs=5)
-    with torch.no_grad():
-        torch.testing.assert_close(found.outputs, found.net(*takes(data)), rtol=0, atol=1e-10)
+    assert_alike(lambda: Both(gnn.GraphConv(8, 8), gnn.SAGEConv(8, 8)), on_matrix("csr"), graph())
 
 
 def test_values_that_need_a_gradient_get_it() -> None:
-    class Learned(Task):
-        def __init__(self, net: nn.Module, takes: Takes) -> None:
-            super().__init__(net, takes)
-            self.scale = nn.Parameter(torch.tensor(0.7))
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kipf, self.scale = Kipf(), nn.Parameter(torch.tensor(0.7))
 
-    def takes(data: Data) -> tuple[Any, ...]:
-        return (data.x, data.adj_coo * tasks[-1].scale)
+    def call(net: Any, data: Data) -> Tensor:
+        return net.kipf(data.x, data.adj_coo * net.scale)
 
-    tasks: list[Any] = []
-    results = []
-    for num_chunks in (0, 1, 3):
-        torch.manual_seed(1)
-        tasks.append(Learned(Kipf(), takes))
-        piped = {"num_chunks": num_chunks} if num_chunks else None
-        trainer = quiet_trainer(1, piped, max_epochs=1, limit_val_batches=0)
-        trainer.fit(tasks[-1], datamodule=FullGraphDataModule(graph()))
-        results.append(tasks[-1].scale.detach())
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-9)
-    torch.testing.assert_close(results[2], results[0], rtol=0, atol=1e-9)  # the first step is exact
+    plain, exact, chunked = (fit(Scaled, call, graph(), n, epochs=1) for n in (0, 1, 3))
+    assert plain.net.scale != 0.7
+    assert_same(exact, plain, 1e-9)
+    assert_same(chunked, plain, 1e-9)  # the first step is exact
 
 
 @pytest.mark.parametrize(
@@ -414,7 +340,7 @@ def test_values_that_need_a_gradient_get_it() -> None:
 )
 def test_matrices_that_are_not_over_the_nodes_are_refused(change: Any, words: str) -> None:
     with pytest.raises(UnsupportedError, match=f"one row and one column for each node.*{words}"):
-        fit(Kipf, graph(), lambda data: (data.x, change(data)), 3)
+        fit(Kipf, lambda net, data: net(data.x, change(data)), graph(), 3)
 
 
 class Dense(Kipf):
@@ -424,7 +350,7 @@ class Dense(Kipf):
 
 def test_other_uses_of_the_matrix_are_refused() -> None:
     with pytest.raises(GNNPipeError, match=r"multiplied by rows of nodes.*to_dense"):
-        fit(Dense, graph(), takes_matrix("csr"), 3)
+        fit(Dense, on_matrix("csr"), graph(), 3)
 
 
 def test_a_network_without_products_is_refused() -> None:
@@ -433,20 +359,20 @@ def test_a_network_without_products_is_refused() -> None:
             return self.head(self.lin(x) @ self.mid.weight)
 
     with pytest.raises(UnsupportedError, match="multiply a sparse matrix"):
-        fit(Perceptron, graph(), takes_matrix("csr"), 3)
+        fit(Perceptron, on_matrix("csr"), graph(), 3)
 
 
 def test_the_pipelined_module_holds_the_products() -> None:
-    class Own(Task):
+    class Own(Fits):
         def forward(self, x: Tensor, adj: Tensor) -> Tensor:
             return self.net(x, adj)
 
         def training_step(self, data: Data, batch_idx: int) -> Tensor:
-            out = self(*self.takes(data))
+            out = self(data.x, data.adj_csr)
             return (out @ out.t()).mean()
 
     for make in (Kipf, lambda: Initial(*map(GraphConvolution, (1, 2)))):
-        name, found, _ = find_pipelined(Own(make(), takes_matrix("csr")), None)
+        name, found, _ = find_pipelined(Own(make(), on_matrix("csr")), None)
         assert (name, isinstance(found, Kipf | Initial)) == ("net", True)
     with pytest.raises(UnsupportedError, match="products of a sparse matrix"):
         find_pipelined(nn.Sequential(nn.Linear(2, 2)), None)
@@ -526,20 +452,14 @@ class StandIn(matrix.SparseTensor):  # type: ignore[misc]
 def test_matrices_of_torch_sparse(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "SparseTensor", StandIn)
     monkeypatch.setattr(matrix, "WITH_TORCH_SPARSE", True)
-    make, on_edges, _ = NETS[name]
-    data = graph()
+    make, by_layer, _ = NETS[name]
+    data, call = graph(), on_matrix("t")
     column, row = data.edge_index
     data.adj_t = StandIn(row, column, data.edge_weight, (N, N))
-
-    def takes(data: Data) -> tuple[Any, ...]:
-        return (data.x, data.adj_t)
-
-    names = takes_edges("sage" if name == "sage weighted" else name)
-    expected = fit(on_edges or make, data, names, 3)
-    found = fit(make, data, takes, 3)
     if name != "transformer":  # reads values as features of edges
-        assert_same(found, expected, 1e-10)
-    assert_same(fit(make, data, takes, 1), fit(make, data, takes), 1e-9)
+        edges = on_edges("sage" if name == "sage weighted" else name)
+        assert_same(fit(make, call, data, 3), fit(by_layer or make, edges, data, 3), 1e-10)
+    assert_alike(make, call, data)
 
 
 HABITS = {
@@ -564,10 +484,7 @@ HABITS = {
         "they get it",
         test_values_that_need_a_gradient_get_it,
     ),
-    "`EdgeIndex`": (
-        "as plainly",
-        test_an_edge_index_of_pyg_is_a_tensor_of_edges,
-    ),
+    "`EdgeIndex`": ("as plainly", test_an_edge_index_of_pyg_is_a_tensor_of_edges),
     "`adj.to_dense()` and other uses of the matrix in `forward`": (
         "refused: compute it before training, and pass it in",
         test_other_uses_of_the_matrix_are_refused,

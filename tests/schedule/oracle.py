@@ -4,20 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
+from itertools import pairwise
 
 from lightning_gnnpipe.schedule import Action, Op, Schedule
-
-
-def rank_lists(schedule: Schedule) -> dict[Action, Action | None]:
-    """Return for each action the one before it in the list of its rank."""
-    before: dict[Action, Action | None] = {}
-    for rank in schedule.ranks:
-        before |= dict(zip(rank, (None, *rank), strict=False))
-    return before
-
-
-def is_receive(action: Action) -> bool:
-    return action.op in (Op.RECV_F, Op.RECV_B)
 
 
 def end_times(schedule: Schedule, cost: Callable[[Action], float]) -> dict[Action, float]:
@@ -25,8 +14,8 @@ def end_times(schedule: Schedule, cost: Callable[[Action], float]) -> dict[Actio
 
     An edge is a piece of data that an action needs, or the place in its rank's list.
     """
-    before, last = rank_lists(schedule), schedule.num_stages - 1
-    ends: dict[Action, float] = {}
+    last, ends = schedule.num_stages - 1, dict[Action, float]()
+    previous = {one: before for rank in schedule.ranks for before, one in pairwise(rank)}
 
     def needs(action: Action) -> list[Action]:
         stage, chunk = action.stage, action.chunk
@@ -40,8 +29,7 @@ def end_times(schedule: Schedule, cost: Callable[[Action], float]) -> dict[Actio
     stack = [action for rank in schedule.ranks for action in rank]
     while stack:
         action = stack[-1]
-        previous = before[action]
-        sources = [*needs(action), *([] if previous is None else [previous])]
+        sources = needs(action) + ([previous[action]] if action in previous else [])
         open_sources = [each for each in sources if each not in ends]
         if open_sources:
             stack += open_sources
@@ -60,22 +48,18 @@ def runs_in_one_queue(schedule: Schedule) -> bool:
     cursors = [0] * schedule.num_ranks
     queues: defaultdict[tuple[int, int], deque[Action]] = defaultdict(deque)
     done: set[Action] = set()
-    awaited = {each.served: each for rank in schedule.ranks for each in rank if is_receive(each)}
-
-    def rank_of(action: Action) -> int:
-        return action.stage % schedule.num_ranks
-
+    receives = (Op.RECV_F, Op.RECV_B)
+    awaited = {one.served: one for rank in schedule.ranks for one in rank if one.op in receives}
     goes_on = True
     while goes_on:
         goes_on = False
         for rank, actions in enumerate(schedule.ranks):
             while cursors[rank] < len(actions):
                 action = actions[cursors[rank]]
-                if action.op in (Op.F, Op.B):
-                    if action in awaited and awaited[action] not in done:
-                        break
-                else:
-                    queues[rank, rank_of(action.partner)].append(action)
+                if not action.op.is_compute:
+                    queues[rank, action.partner.stage % schedule.num_ranks].append(action)
+                elif action in awaited and awaited[action] not in done:
+                    break
                 cursors[rank] += 1
                 goes_on = True
         for (rank, peer), queue in list(queues.items()):

@@ -10,14 +10,9 @@ from lightning_gnnpipe.schedule import Action, Op
 
 @given(st.builds(Action, st.integers(0, 99), st.sampled_from(Op), st.integers(0, 9999)))
 def test_what_is_printed_parses_back(action: Action) -> None:
-    assert Action.parse(str(action)) == action
-    if action.op not in (Op.F, Op.B):
+    assert Action.parse(str(action)) == Action.parse(repr(action)) == action
+    if not action.op.is_compute:
         assert action.partner.partner == action
-
-
-@pytest.mark.parametrize("text", ["2F0", "0B12", "10SEND_F3", "1RECV_F0", "1SEND_B0", "0RECV_B7"])
-def test_what_is_parsed_prints_back(text: str) -> None:
-    assert str(Action.parse(text)) == repr(Action.parse(text)) == text
 
 
 @pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2f0", " 2F0", "2F0 ", "-1F0", "02F0"])

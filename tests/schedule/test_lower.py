@@ -15,7 +15,6 @@ from lightning_gnnpipe.schedule import (
     check,
     fill_drain,
     interleaved,
-    one_f_one_b,
     simulate,
 )
 from tests.helpers.cases import some
@@ -56,9 +55,8 @@ def test_lowered_lists_are_the_built_ones_with_transfers_in_their_place(
     assert kept == built.ranks
     for stage, rank in enumerate(schedule.ranks):
         for i, action in enumerate(rank):
-            if action.op in (Op.SEND_F, Op.SEND_B):
-                op = Op.F if action.op is Op.SEND_F else Op.B
-                assert rank[i - 1] == Action(action.stage, op, action.chunk)
+            if action.op.is_send:
+                assert rank[i - 1] == action.served
         cuts = [(Op.F, Op.RECV_F, stage > 0), (Op.B, Op.RECV_B, stage < num_stages - 1)]
         for op, receive, has_cut in cuts:
             computes = [each for each in rank if each.op is op] if has_cut else []
@@ -68,11 +66,6 @@ def test_lowered_lists_are_the_built_ones_with_transfers_in_their_place(
                 assert posted < rank.index(before), f"posted before {before}"
                 if i > lookahead:
                     assert posted > rank.index(computes[i - lookahead - 1]), "and not earlier"
-
-
-def consumer(send: Action) -> Action:
-    """Return the compute action that waits for what `send` sends."""
-    return send.partner.served
 
 
 @pytest.mark.parametrize("seed", some(range(3), every=3))
@@ -89,8 +82,9 @@ def test_a_send_is_named_once_when_its_receiver_has_computed_at_any_cost(seed: i
                 assert len({send for send, _ in named}) == len(named)
                 for send, at in named:
                     assert at.op.is_compute and place[send] < place[at]
-                    assert events[send].end <= events[consumer(send)].start
-                    assert events[consumer(send)].end <= events[at].start
+                    waiting = events[send.partner.served]
+                    assert events[send].end <= waiting.start
+                    assert waiting.end <= events[at].start
 
 
 def most_kept(schedule: Schedule, rank: int) -> int:
@@ -98,7 +92,7 @@ def most_kept(schedule: Schedule, rank: int) -> int:
     kept = most = 0
     arrived = arrived_sends(schedule, rank)
     for action in schedule.ranks[rank]:
-        kept += action.op in (Op.SEND_F, Op.SEND_B)
+        kept += action.op.is_send
         most = max(most, kept)
         kept -= len(arrived.get(action, ()))
     return most
@@ -106,10 +100,10 @@ def most_kept(schedule: Schedule, rank: int) -> int:
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_what_is_kept_does_not_grow_with_the_number_of_micro_batches(num_ranks: int) -> None:
-    for make in (
-        lambda number: one_f_one_b(num_ranks, number),
-        lambda number: interleaved(num_ranks, 2, number),
-    ):
-        few, many = (add_transfers(make(number * num_ranks)) for number in (4, 40))
+    for num_virtual in (1, 2):
+        few, many = (
+            add_transfers(interleaved(num_ranks, num_virtual, number * num_ranks))
+            for number in (4, 40)
+        )
         for rank in range(num_ranks):
             assert most_kept(few, rank) == most_kept(many, rank)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from lightning_gnnpipe.stages import (
     split_layers,
     trace,
 )
+from tests.helpers.alike import net_of
 from tests.helpers.engines import one_process_engine
 
 N, D = 9, 4
@@ -33,7 +33,7 @@ EDGES = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 0, 2, 2], [1, 2, 3, 4, 5, 6, 7, 0
 
 def layers_of(module: nn.Module, *args: object, **kwargs: object) -> Layers:
     call = flatten_call(module, args, kwargs)
-    graph, _ = trace(module, call)
+    graph, *_ = trace(module, call)
     return cut_layers(
         graph, module, learn_values(graph, module, draw_sample(module, call, classify(call)))
     )
@@ -117,16 +117,11 @@ class Odd(Two):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.how, self.count, self.hidden = how, 0, None
+        self.how, self.hidden = how, None
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Any:
         if self.how == "branch" and not x.sum() > 0:
             return x
-        if self.how == "random":
-            x = x * random.random()
-        if self.how == "count":
-            self.count += 1
-            x = x * self.count
         if self.how == "constant":
             x = x * torch.tensor([1.0, 2.0, 3.0, 4.0])
         x = self.convs[0](x, edge_index)
@@ -145,9 +140,7 @@ class Odd(Two):
     [
         ("branch", r"traceable by torch.fx .*control flow"),
         ("pool", "one row per node"),
-        ("random", "compute the same in every call"),
         ("constant", "create no tensors of its own"),
-        ("count", "values kept on the module: count"),
         ("keep", "values kept on the module: hidden"),
         ("per-node", r"small part of the graph .*at test_layers.py:\d+, `x = x . self.table`"),
     ],
@@ -157,7 +150,7 @@ def test_p4_what_a_trace_would_freeze_is_refused(how: str, text: str) -> None:
     module.table = nn.Parameter(torch.zeros(N, D))
     with pytest.raises(UnsupportedError, match=text):
         layers_of(module, torch.randn(N, D), EDGES)
-    assert module.hidden is None and module.count == 0
+    assert module.hidden is None
 
 
 def test_inputs_are_told_apart() -> None:
@@ -175,15 +168,6 @@ def test_inputs_are_told_apart() -> None:
         flatten_call(EdgeStream(), (torch.randn(N, D), bsr), {})
 
 
-class Branches(nn.Module):
-    def __init__(self, net: nn.Module, head: nn.Module) -> None:
-        super().__init__()
-        self.net, self.head = net, head
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.head(self.net(x, edge_index), edge_index)
-
-
 def test_the_pipelined_module_is_the_smallest_with_all_message_passing() -> None:
     root = nn.Module()
     root.encode = nn.Linear(D, D)
@@ -193,7 +177,12 @@ def test_the_pipelined_module_is_the_smallest_with_all_message_passing() -> None
     with pytest.raises(UnsupportedError, match=r"got 'net' and 'head'.*Choose one with"):
         find_pipelined(root, None)
     assert find_pipelined(root, "net")[:2] == ("net", root.net)
-    whole = Branches(root.net, root.head)
+    whole = net_of(
+        nn.Module,
+        lambda self, x, edge_index: self.head(self.net(x, edge_index), edge_index),
+        net=lambda: root.net,
+        head=lambda: root.head,
+    )()
     assert find_pipelined(whole, None)[:2] == ("", whole)
     root.head.requires_grad_(False)
     assert find_pipelined(root, None)[:2] == ("net", root.net)
@@ -244,12 +233,11 @@ def test_balance_equals_brute_force(seed: int) -> None:
 def test_outputs_can_be_written_to() -> None:
     """Dicts and lists in a traced output are immutable; those of a plain module are not."""
 
-    class Nested(Two):
-        def forward(self, x: Tensor, edge_index: Tensor) -> dict[str, Any]:
-            x = self.convs[0](x, edge_index)
-            return {"out": x, "all": [x, (x.relu(), x.tanh())]}
+    def nested(self: Any, x: Tensor, edge_index: Tensor) -> dict[str, Any]:
+        x = self.convs[0](x, edge_index)
+        return {"out": x, "all": [x, (x.relu(), x.tanh())]}
 
-    engine = one_process_engine(Nested(), partition=torch.zeros(N, dtype=torch.int64))
+    engine = one_process_engine(net_of(Two, nested)(), partition=torch.zeros(N, dtype=torch.int64))
     output = engine.forward((torch.randn(N, D), EDGES), {})
     assert isinstance(output, dict)
     output["more"] = output["all"].pop()

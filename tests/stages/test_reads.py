@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -156,10 +157,6 @@ def make(how: Callable[[Any, Tensor], Any]) -> tuple[Net, PipelineEngine, tuple[
     return net, engine, (torch.randn(N, D, dtype=torch.float64), torch.randint(0, N, (2, 60)))
 
 
-def set_global(name: str, value: Any) -> Callable[[Any], None]:
-    return lambda _: globals().__setitem__(name, value)
-
-
 def put(owner: Any, name: str, value: Any = 3.0) -> Callable[[Any], None]:
     return lambda _: setattr(owner, name, value)
 
@@ -231,8 +228,11 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Any], str | Callable[[Any], Any]]
     "array": (lambda net, h: h * float(net.array[1]), "array.1"),
     "number": (lambda net, h: h * float(net.number), in_place("number")),
     "tensor": (lambda net, h: h * net.number, set_to("number", torch.tensor(3.0))),
-    "global": (lambda net, h: scaled(h), set_global("SCALE", 3.0)),
-    "global function": (lambda net, h: ACTIVATION(h), set_global("ACTIVATION", torch.tanh)),
+    "global": (lambda net, h: scaled(h), lambda _: globals().update(SCALE=3.0)),
+    "global function": (
+        lambda net, h: ACTIVATION(h),
+        lambda _: globals().update(ACTIVATION=torch.tanh),
+    ),
     "module": (lambda net, h: h * SETTINGS.scale, put(SETTINGS, "scale")),
     "parent's method": (lambda net, h: net.ends(h), put(SETTINGS, "scale")),
     "config class": (lambda net, h: h * Config.scale, put(Config, "scale")),
@@ -285,16 +285,14 @@ def test_what_has_changed_is_read_in_the_next_step(name: str) -> None:
     for is_changed in (False, True, False):
         if is_changed:
             change(net)
-        net.zero_grad(set_to_none=True)
-        expected = net(*inputs)
-        expected.square().sum().backward()
-        grads = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
-        net.zero_grad(set_to_none=True)
-        found = engine.forward(inputs, {})
-        torch.testing.assert_close(found, expected)
-        found.square().sum().backward()
-        ours = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
-        torch.testing.assert_close(ours, grads)
+        outputs, grads = [], []
+        for run in (lambda: net(*inputs), lambda: engine.forward(inputs, {})):
+            net.zero_grad(set_to_none=True)
+            outputs.append(run())
+            outputs[-1].square().sum().backward()
+            grads.append({n: p.grad for n, p in net.named_parameters() if p.grad is not None})
+        torch.testing.assert_close(*outputs)
+        torch.testing.assert_close(*grads)
         with torch.no_grad():
             torch.testing.assert_close(engine.forward(inputs, {}), net(*inputs))
 
@@ -345,43 +343,26 @@ def count(net: Any, h: Tensor) -> Tensor:
     return h
 
 
-def keep(net: Any, h: Tensor) -> Tensor:
-    KEPT.append(h)
-    return h
-
-
 def without_gradients(net: Any, h: Tensor) -> Tensor:
     with torch.no_grad():
         return h * 2
 
 
-def keep_rows(net: Any, h: Tensor) -> Tensor:
-    net._h = h
-    return h
-
-
-def keep_in_slot(net: Any, h: Tensor) -> Tensor:
-    net._slot = h
-    return h
-
-
-def count_calls(net: Any, h: Tensor) -> Tensor:
-    net._count = getattr(net, "_count", 0) + 1
-    return h
-
-
 STORES = "values kept on the module: "
 CHANCE = "to compute the same in every call"
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
-    "private": (keep_rows, STORES + "_h"),
-    "slot": (keep_in_slot, STORES + "_slot"),
+    "private": (lambda net, h: setattr(net, "_h", h) or h, STORES + "_h"),
+    "slot": (lambda net, h: setattr(net, "_slot", h) or h, STORES + "_slot"),
     "list": (lambda net, h: net._list.append(h) or h, STORES + "_list"),
     "dict": (lambda net, h: net._cache.setdefault("h", h), STORES + "_cache"),
     "object": (lambda net, h: setattr(net._options, "h", h) or h, STORES + "_options"),
     "layer": (lambda net, h: setattr(net.parts[0].conv, "h", h) or h, STORES + "h"),
     "cached property": (lambda net, h: h * net.first_rows(h), STORES + ".*rows"),
-    "global list": (keep, STORES + "tests.stages.test_reads.KEPT"),
-    "count": (count_calls, STORES + "_count"),
+    "global list": (lambda net, h: KEPT.append(h) or h, STORES + "tests.stages.test_reads.KEPT"),
+    "count": (
+        lambda net, h: setattr(net, "_count", getattr(net, "_count", 0) + 1) or h,
+        STORES + "_count",
+    ),
     "list of counts": (lambda net, h: net._list.append(1.0) or h, CHANCE + ".*_list"),
     "counter": (lambda net, h: h * (next(net.counter) > 1000), CHANCE + ".*counter"),
     "global count": (count, CHANCE + ".*SCALE"),
@@ -418,21 +399,14 @@ def test_what_a_forward_computes_once_is_kept() -> None:
 
 def test_modes_that_are_used_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that every other step uses outlives many that one step each uses."""
-    num_traces = 0
-    cut = model.cut_module
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal num_traces
-        num_traces += 1
-        return cut(*args, **kwargs)
-
+    counted = Mock(wraps=model.cut_module)
     net, engine, inputs = make(lambda net, h: h * net._scale)
     monkeypatch.setattr(model, "cut_module", counted)
     for number in range(12):
         for net._scale in (1.0, 2.0 + number):
             with torch.no_grad():
                 engine.forward(inputs, {})
-    assert num_traces == 2 + 12
+    assert counted.call_count == 2 + 12
     assert len(engine.model._modes) == 8
 
 

@@ -18,7 +18,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.nn import LGConv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-from lightning_gnnpipe.graph import ChunkPlan, build_chunk_plan
+from lightning_gnnpipe.graph import ChunkPlan, partition_nodes, plan_from_assignment
 from lightning_gnnpipe.layers import find_layers, intercept
 from lightning_gnnpipe.passing import MessageContext
 from lightning_gnnpipe.staleness import HistoryStore
@@ -36,7 +36,8 @@ def main() -> None:
     order = edges[1].argsort()
     sorted_edges, sorted_weight = edges[:, order], weight[order]
     x, grad = torch.randn(NUM_NODES, CHANNELS), torch.randn(NUM_NODES, CHANNELS)
-    plan = build_chunk_plan(edges, NUM_NODES, num_chunks=NUM_CHUNKS)
+    chunks = partition_nodes(edges, NUM_NODES, num_chunks=NUM_CHUNKS, method="metis")
+    plan = plan_from_assignment(edges, NUM_NODES, chunks)
     conv = LGConv(normalize=False)
 
     def plain(edge_index: Tensor, *weights: Tensor) -> None:

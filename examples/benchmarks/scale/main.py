@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -137,14 +138,18 @@ def step_s(
             forward_s=[count * costs.of(costs.forward, setting.speed) for count in counts],
             backward_s=[count * costs.of(costs.backward, setting.speed) for count in counts],
             halo_row_bytes=[count * ROW_BYTES for count in counts],
+            num_exchanges=counts,
             cut_bytes=cut,
             cut_grad_bytes=cut,
             work_fracs=[part] * num_chunks,
             halo_rows=[alpha * rows] * num_chunks,
+            halo_peers=[num_shards - 1] * num_chunks,
             weight_bytes=[count * WEIGHT_BYTES for count in counts],
             output_bytes=0,
             loss_s=0.0,
             bytes_per_s=setting.link_gbit * 1e9 / 8,
+            message_s=0.0,
+            copied_bytes_per_s=math.inf,  # messages are large: bytes alone count
         )
     ).step_s
 

@@ -1,10 +1,12 @@
-"""Starts ranks by fork or spawn, and brings back what they return; stops them together."""
+"""Starts ranks by fork or spawn, and brings back what they return; stops them together.
+
+Overrides private methods of Lightning's launcher; `tests/test_compat.py` lists them.
+"""
 
 from __future__ import annotations
 
 import os
 import pickle
-import random
 import re
 import signal
 import tempfile
@@ -12,24 +14,25 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from io import BytesIO
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.strategies import launchers
+from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from lightning_gnnpipe.errors import PeerError
-from lightning_gnnpipe.trainer import _compat
+from lightning_gnnpipe.trainer.replay import random_state, set_random_state
 from lightning_gnnpipe.user_code import shorten
 
 _STOPPED = "stopped by SIGTERM"
 _CLOSED = re.compile(r"(closed|reset) by peer", re.IGNORECASE)
 
 
-class WorkerLauncher(_compat.MultiProcessingLauncher):
+class WorkerLauncher(launchers._MultiProcessingLauncher):
     """Lightning's launcher with six additions.
 
     - Workers get the state of `random` of this process, which Python seeds anew after a fork.
@@ -61,7 +64,7 @@ class WorkerLauncher(_compat.MultiProcessingLauncher):
         finally:
             if before is not None:
                 signal.signal(signal.SIGTERM, before)
-        return found if trainer is None else self.unpack(trainer, found)
+        return found if trainer is None else self._unpack(trainer, found)
 
     def _raise_of_killed(self, error: ProcessRaisedException) -> None:
         """Raise that a worker was killed, if `error` only says that its connection was closed.
@@ -79,26 +82,46 @@ class WorkerLauncher(_compat.MultiProcessingLauncher):
                 text = f"process {rank} terminated with signal {name}"
                 raise ProcessExitedException(text, rank, one.pid or 0, code, name) from error
 
-    def run_worker(self, index: int, trainer: Any, results: Any, work: Callable[[], Any]) -> None:
+    def _wrapping_function(
+        self,
+        process_idx: int,
+        trainer: Any,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        return_queue: Any,
+        global_states: Any = None,
+    ) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.is_fork:  # in which OpenMP would wait for threads that were not forked
             os.environ["OMP_NUM_THREADS"] = "1"
             torch.set_num_threads(1)
         set_random_state(self.random_state, torch.device("cpu"))
-        trainer.strategy.forget_launcher()
+        trainer.strategy._launcher = None  # so that Lightning lets it return outputs
         try:
-            work()
+            super()._wrapping_function(
+                process_idx, trainer, function, args, kwargs, return_queue, global_states
+            )
         except SIGTERMException as stop:
-            _compat.interrupt(trainer, stop)
-            _compat.teardown(trainer)
-            if index == 0:
-                results.put(_STOPPED)
+            call._interrupt(trainer, stop)
+            trainer._teardown()
+            if process_idx == 0:
+                return_queue.put(_STOPPED)
         except BaseException as error:
             self.end_worker(error)
             shorten(error)
             raise
 
-    def pack(self, trainer: pl.Trainer, results: Any) -> str:
+    def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
+        path = self._pack(trainer, results) if trainer.local_rank == 0 else None
+        return super()._collect_rank_zero_results(trainer, path)
+
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
+        if worker_output == _STOPPED:
+            raise SIGTERMException
+        super()._recover_results_in_main_process(worker_output, trainer)
+
+    def _pack(self, trainer: pl.Trainer, results: Any) -> str:
         """Write `results` and the attributes of callbacks to a file; return its path.
 
         A queue would wait for its reader. Attributes that cannot be pickled are left out.
@@ -114,8 +137,8 @@ class WorkerLauncher(_compat.MultiProcessingLauncher):
             pickle.dump((_dumps(results, names), states), file)
         return path
 
-    def unpack(self, trainer: pl.Trainer, path: str) -> Any:
-        """Read the file of `pack` and remove it; set the attributes and return the results."""
+    def _unpack(self, trainer: pl.Trainer, path: str) -> Any:
+        """Read the file of `_pack` and remove it; set the attributes and return the results."""
         with open(path, "rb") as file:
             results, states = pickle.load(file)
         os.remove(path)
@@ -125,10 +148,6 @@ class WorkerLauncher(_compat.MultiProcessingLauncher):
                 with suppress(Exception):  # made in the worker, and unknown here
                     vars(callback)[name] = _loads(value, known)
         return _loads(results, known)
-
-    def check_result(self, result: Any) -> None:
-        if result == _STOPPED:
-            raise SIGTERMException
 
     def _known(self, trainer: pl.Trainer) -> dict[str, Any]:
         """Return objects that both processes have, by name; they are not copied."""
@@ -169,28 +188,3 @@ def _loads(text: bytes, known: Mapping[str, Any]) -> Any:
     unpickler = _Unpickler(BytesIO(text))
     unpickler.known = known
     return unpickler.load()
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of all random streams, including a GPU `device`."""
-    algorithm, keys, position, has_gauss, cached = cast(Any, np.random.get_state())
-    state = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": (str(algorithm), torch.from_numpy(keys.astype("int64")), position, has_gauss),
-        "numpy_gauss": float(cached),
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the states of `random_state`."""
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    algorithm, keys, position, has_gauss = state["numpy"]
-    keys = keys.numpy().astype("uint32")
-    np.random.set_state((algorithm, keys, position, has_gauss, state["numpy_gauss"]))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
