@@ -150,12 +150,20 @@ class BatchPasses:
     def training(self, mode: Mode, call: Call, inputs: Inputs, codecs: Codecs) -> TrainingPass:
         """Return the training pass over the batch."""
         spec = self.open_pass(mode, call, inputs, is_training=True, codecs=codecs)
-        sizes = self._transport.mesh.num_stages, len(spec.stages), spec.plan.num_chunks
-        schedule = make_schedule(self._options.schedule, *sizes)
+        num_stages = self._transport.mesh.num_stages
+        schedule = make_schedule(
+            self._options.schedule, num_stages, len(spec.stages), spec.plan.num_chunks
+        )
         if not self._alternates:
             return TrainingPass(spec, None, self._model, schedule, is_exact=codecs.is_exact)
-        early = self.early_loss, mode.layers.rebuild_output
-        return AlternatingPass(spec, self._model, schedule, *early, is_exact=codecs.is_exact)
+        return AlternatingPass(
+            spec,
+            self._model,
+            schedule,
+            self.early_loss,
+            mode.layers.rebuild_output,
+            is_exact=codecs.is_exact,
+        )
 
     def open_pass(
         self, mode: Mode, call: Call, inputs: Inputs, *, is_training: bool, codecs: Codecs

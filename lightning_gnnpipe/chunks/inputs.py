@@ -45,7 +45,7 @@ class PassInputs(ABC):
         return {} if self._call is None else self._call.weights
 
     def weight_grads(self) -> dict[str, Tensor]:
-        """Return gradients of parameters that are leaves; of divided tables, of own rows."""
+        """Return gradients of leaf parameters; for tables divided over shards, of own rows."""
         return {n: self._grads[slot] for slot, n in self.weights.items() if slot in self._grads}
 
     def release(self) -> None:

@@ -236,10 +236,11 @@ def without_memory(convs: Mapping[str, MessagePassing]) -> ExitStack:
 
 
 def _memoryless(convs: Mapping[str, MessagePassing]) -> Iterator[Replacement]:
-    """Yield what switches off caches, which would hold the first chunk's edges, and losses.
+    """Yield replacements that switch off caches and losses.
 
-    SuperGATConv samples node pairs for a loss that the user asks for after the forward pass, but a
-    chunk has neither all pairs nor the user's backward. Its outputs do not depend on the pairs.
+    A cache would hold the edges of the first chunk. SuperGATConv samples node pairs for a loss that
+    the user asks for after the forward pass, but a chunk has neither all pairs nor the user's
+    backward. Its outputs do not depend on the pairs.
     """
     for name, conv in convs.items():
         if getattr(conv, "cached", False):

@@ -45,7 +45,7 @@ class NativeContext(TapedContext):
 
 
 def deferred(norms: Mapping[str, nn.Module], context: NativeContext) -> Iterator[Replacement]:
-    """Yield what updates running statistics of `norms` once for all micro-batches.
+    """Yield replacements that update running statistics of `norms` once for all micro-batches.
 
     Each micro-batch is still normalised by its own statistics.
     """

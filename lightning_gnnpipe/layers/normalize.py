@@ -38,7 +38,7 @@ from lightning_gnnpipe.passing import (
 def localized(
     convs: Mapping[str, MessagePassing], context: MessageContext
 ) -> Iterator[Replacement]:
-    """Yield versions of these functions for one chunk.
+    """Yield replacements of PyG's normalisation functions by versions for one chunk.
 
     The names are replaced in the modules that define the layers' classes, so that inherited
     methods, and `super().forward(...)`, find them too. Other callers there get PyG's functions.

@@ -24,7 +24,7 @@ RELATIONAL = (gnn.HANConv, gnn.HGTConv)
 
 
 def related(convs: Mapping[str, MessagePassing], context: MessageContext) -> Iterator[Replacement]:
-    """Yield what lets HANConv and HGTConv read other chunks."""
+    """Yield replacements with which HANConv and HGTConv read other chunks."""
     names = {id(c.k_lin): name for name, c in convs.items() if isinstance(c, gnn.HANConv)}
     if names:
         yield han_conv, {"group": InLayer(context, _group(names, context), han_conv.group)}

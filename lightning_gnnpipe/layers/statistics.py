@@ -76,7 +76,7 @@ def has_statistics(layer: nn.Module) -> bool:
 def whole_statistics(
     norms: Mapping[str, nn.Module], context: MessageContext
 ) -> Iterator[Replacement]:
-    """Yield what lets `norms` normalise chunks by statistics of the whole graph.
+    """Yield replacements with which `norms` normalise chunks by statistics of the whole graph.
 
     On the whole graph they run unchanged, and their statistics are stored. A chunk uses statistics
     of the rows that have run in this step, and assumes that the remaining rows moved alike since

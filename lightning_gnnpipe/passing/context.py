@@ -350,7 +350,7 @@ def replace_attributes(owner: object, attributes: Mapping[str, Any]) -> Iterator
 
 
 def replace_all(replacements: Iterable[Replacement]) -> ExitStack:
-    """Replace attributes one owner after the other; return what undoes it.
+    """Replace attributes one owner after the other; return the stack that restores them.
 
     A generator sees what it has yielded before: `forward` of a layer can be replaced twice.
     """

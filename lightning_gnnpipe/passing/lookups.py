@@ -30,10 +30,10 @@ _LIBRARIES = ("torch.", "torch_geometric.nn.conv.", "lightning_gnnpipe.")
 
 
 class Lookups(BaseTorchFunctionMode):
-    """Widens rows, `num_nodes` before, that the user's code looks up by sources, within the block.
+    """Appends halo rows where the user's code looks up rows of nodes by sources, within the block.
 
-    `sum_up(sources, rows, counts)` returns a sum at sources, or None to let torch compute it;
-    `counts`: it is `degree`. `pairs`: tensors of shape `[2, n]` that are no edges.
+    `sum_up(sources, rows, counts)` returns a sum at sources, or None to let torch compute it.
+    `counts` is True for `degree`. `pairs`: tensors of shape `[2, n]` that are no edges.
     """
 
     def __init__(

@@ -55,10 +55,14 @@ _RANDOM: dict[Any, Callable[..., Tensor]] = {
     torch.multinomial: _first_choice,
     torch.poisson: lambda rates, *_, **__: rates,
 }
-for name in ("normal_", "uniform_", "cauchy_", "random_"):
-    _RANDOM[getattr(Tensor, name)] = lambda x, *_, **__: x.zero_()
-for name in ("bernoulli_", "exponential_", "log_normal_", "geometric_"):
-    _RANDOM[getattr(Tensor, name)] = lambda x, *_, **__: x.fill_(1)
+_RANDOM |= dict.fromkeys(
+    (Tensor.normal_, Tensor.uniform_, Tensor.cauchy_, Tensor.random_),
+    lambda x, *_, **__: x.zero_(),
+)
+_RANDOM |= dict.fromkeys(
+    (Tensor.bernoulli_, Tensor.exponential_, Tensor.log_normal_, Tensor.geometric_),
+    lambda x, *_, **__: x.fill_(1),
+)
 
 # Functions with dropout inside. Its rate is their only positional float.
 _WITH_DROPOUT = {F.scaled_dot_product_attention, F.multi_head_attention_forward}

@@ -42,7 +42,7 @@ class BucketSums:
         self._running: list[tuple[Callable[[], None], Tensor, Named]] = []
 
     def watch(self, late: Collection[str]) -> list[Callable[[], None]]:
-        """Start sums when gradients are ready, but of `late` ones; return functions to stop it."""
+        """Sum each gradient once it is ready, except `late` ones; return functions to stop this."""
 
         def note(parameter: Tensor) -> None:
             self._ready.add(parameter)
@@ -110,7 +110,7 @@ def _buckets(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[Named]:
 
 
 class GradientSums:
-    """The gradient sums of one backward pass: over shards or replicas, then over `users`, stages.
+    """The gradient sums of one backward pass: over shards or replicas, then over stages (`users`).
 
     Sums over stages and shards exclude accumulated gradients, which are added at the end. Averages
     over replicas include them. Each shard has all of the gradient of its rows of the tables `cut`.
@@ -177,9 +177,10 @@ class GradientSums:
 def average_replicated(
     transport: Transport, module: nn.Module, of_stages: Collection[int], root: nn.Module
 ) -> None:
-    """Average gradients of `root` over replicas, but `of_stages` (ids of parameters); collective.
+    """Average gradients of `root` over replicas; collective.
 
-    Every stage has the same gradients. One sum over all ranks gives all of them the same bits.
+    Parameters with ids in `of_stages` are left out. Every stage has the same gradients. One sum
+    over all ranks gives all of them the same bits.
     Parameters of `module` that no stage has are sent only if a rank has a gradient of one.
     """
     inside = {id(p) for p in module.parameters()}

@@ -99,7 +99,7 @@ class PipelinedModel:
         return not (self.is_split and (self.tables.names or self._transport.mesh.num_stages > 1))
 
     def tensor_ids(self) -> tuple[set[int], set[int]]:
-        """Return ids of tensors that this stage owns, as the first that uses them, and the rest."""
+        """Return ids of this stage's tensors, which it is the first to use, and of all the rest."""
         own, foreign = set[int](), set[int]()
         for name, tensor in self._weights[0].named(self._users).items():
             is_own = min(self._users[name]) == self._transport.mesh.stage
