@@ -259,6 +259,7 @@ class Processes:
             abandon_groups()
         elif isinstance(exception, SIGTERMException):  # all ranks stop
             return
+        started = self._take_started()
         is_peers = isinstance(exception, PeerError)
         peer = self._publish(exception)
         rank = self._strategy.global_rank
@@ -266,9 +267,20 @@ class Processes:
             silence(exception)
         elif rank or peer:
             self._log_end(exception, peer)
+        _end(started)
+
+    def _take_started(self) -> list[subprocess.Popen[bytes]]:
+        """Return the processes that this rank started, and end Lightning's watch over them.
+
+        Lightning kills this rank when one of them has failed, also before this rank has printed
+        the error that they share.
+        """
         launcher = self._strategy.launcher
-        if isinstance(launcher, _compat.SubprocessScriptLauncher):
-            _end(launcher.procs)
+        if not isinstance(launcher, _compat.SubprocessScriptLauncher):
+            return []
+        started = list(launcher.procs)
+        launcher.procs.clear()  # the watch reads this list, and ends when it is empty
+        return started
 
     def _end_worker(self, exception: BaseException) -> None:
         """Publish and log the error that ends this worker, and do not wait for other ranks."""
@@ -296,8 +308,10 @@ class Processes:
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Wait a few seconds for `processes` to end with their own errors, then kill the rest."""
     deadline = time.monotonic() + _GRACE_S
-    while time.monotonic() < deadline and any(process.poll() is None for process in processes):
-        time.sleep(0.05)
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
+    try:
+        while time.monotonic() < deadline and any(one.poll() is None for one in processes):
+            time.sleep(0.05)
+    finally:  # also on Ctrl-C
+        for process in processes:
+            if process.poll() is None:
+                process.kill()

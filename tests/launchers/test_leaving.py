@@ -11,7 +11,7 @@ from tests.helpers.cases import slow
 from tests.helpers.scripts import run_script
 
 SCRIPT = """
-import atexit, os, signal, sys
+import atexit, os, signal, sys, time
 from pathlib import Path
 
 
@@ -27,9 +27,20 @@ RANK = None
 atexit.register(say)
 
 import lightning as L
+from lightning.fabric.strategies.launchers import subprocess_script
 from tests.helpers.observed import fit
 
 how = sys.argv[1]
+
+
+def print_late(*error):
+    time.sleep(1)
+    sys.__excepthook__(*error)
+
+
+if how == "fails":  # rank 1 ends long before rank 0 has printed the error, as Lightning sees soon
+    subprocess_script._ChildProcessObserver.__init__.__defaults__ = (0.1,)
+    sys.excepthook = print_late
 
 
 class Stops(L.Callback):
@@ -77,9 +88,9 @@ def test_threads_of_gloo_end_before_the_interpreter(
 @linux
 @pytest.mark.parametrize("how", ["fails", slow("spawn fails")])
 def test_a_run_that_fails_waits_for_nobody(tmp_path: Path, how: str) -> None:
-    """Its groups are left as they are."""
+    """Its groups are left as they are, and the error that all ranks share is printed."""
     text = run_script(tmp_path, SCRIPT, how, fails=True).text
-    assert "stopped on purpose" in text
+    assert "RuntimeError: stopped on purpose" in text, text
     assert "ends with gloo: True" in text
 
 
