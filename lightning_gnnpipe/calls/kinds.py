@@ -146,6 +146,7 @@ class Inputs:
 
 def classify_graph(call: Call) -> Inputs:
     """Find out what the first dimension of each tensor counts, in a call with one graph."""
+    check_node_types(call)
     edges = find_edge_sets(call)
     num_nodes = count_nodes(call, edges)
     kinds, numbers = [], []
@@ -165,6 +166,22 @@ def classify_graph(call: Call) -> Inputs:
         kinds.append(kind)
         numbers.append(number)
     return Inputs(tuple(kinds), num_nodes, edges.join(call), edges.sizes, tuple(numbers))
+
+
+def check_node_types(call: Call) -> None:
+    """Refuse types of nodes that differ in size; keys of `edge_index_dict` name the types."""
+    args, kwargs = call.arguments
+    dicts = [one for one in (*args, *kwargs.values()) if isinstance(one, dict)]
+    keys = [key for one in dicts for key in one if isinstance(key, tuple) and len(key) == 3]
+    types = dict.fromkeys(end for source, _, target in keys for end in (source, target))
+    rows = {key: one[key].size(0) for one in dicts for key in types if key in one}
+    if len(set(rows.values())) > 1:
+        raise UnsupportedError(
+            expected="one type of nodes",
+            found=", ".join(f"'{name}' of {count} rows" for name, count in rows.items()),
+            remedy="Make them one: HeteroData.to_homogeneous(), whose edge types RGCNConv and "
+            "RGATConv take.",
+        )
 
 
 def count_nodes(call: Call, edges: EdgeSets) -> int:

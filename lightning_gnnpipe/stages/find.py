@@ -56,7 +56,7 @@ def _is_layer(module: nn.Module) -> bool:
 def is_library(module: nn.Module) -> bool:
     """Whether torch, PyG or Lightning defines the forward of `module`."""
     forward = type(module).forward
-    return _is_library(forward) or forward.__module__.startswith("torch_geometric.")
+    return _is_library(forward) or _origin(forward).startswith("torch_geometric.")
 
 
 def multiplies(module: nn.Module) -> bool:
@@ -321,7 +321,12 @@ def _has_forward(module: nn.Module) -> bool:
 def _is_library(one: Any) -> bool:
     """Whether torch or Lightning defines a class or function."""
     names = ("builtins", "torch", "lightning", "pytorch_lightning")
-    return one.__module__.partition(".")[0] in names
+    return _origin(one).partition(".")[0] in names
+
+
+def _origin(one: Any) -> str:
+    """Return the module of a class or function; empty for code that torch.fx has written."""
+    return one.__module__ or ""
 
 
 def _is_container(module: nn.Module) -> bool:

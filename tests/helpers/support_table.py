@@ -29,7 +29,8 @@ shown with a stand-in for the two functions that it takes from there (`tests/hel
 
 "Two sets" are two `edge_index` over the same nodes in one forward. `HeteroConv`, `HANConv` and
 `HGTConv` are exact for one type of nodes and any number of edge sets over it; several types are
-refused. HANConv's mean over all nodes, which weighs its edge sets, is as stale as rows are: a chunk
+refused. Networks that `to_hetero` has written train for one type, or for several of equal size.
+HANConv's mean over all nodes, which weighs its edge sets, is as stale as rows are: a chunk
 sums what it and earlier chunks have just computed, and what later ones did a step ago.
 `SuperGATConv` is exact in what it returns; its `get_attention_loss()`, over random pairs of all
 nodes, is refused in training. `MeshCNNConv` needs its edges in groups of four with one target,

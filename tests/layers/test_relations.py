@@ -30,6 +30,7 @@ N, D = 26, 8
 CHUNKS = torch.arange(N) * 7 % N // 9
 ONE_CHUNK = torch.zeros(N, dtype=torch.int64)
 RELATIONS = [("a", "pos", "a"), ("a", "neg", "a")]
+BETWEEN = [("a", "pos", "b"), ("b", "neg", "a")]
 DICTS = [gnn.HANConv, gnn.HGTConv]
 
 Batch = dict[str, Tensor]
@@ -120,6 +121,34 @@ class Dicts(nn.Module):
         return third(x_dict, edge_index_dict=sets)["a"]
 
 
+class Homogeneous(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(gnn.SAGEConv((D, D), D) for _ in range(3))
+        self.norm = nn.LayerNorm(D)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        first, *rest = self.convs
+        x = self.norm(first(x, edge_index)).relu()
+        for conv in rest:
+            x = x + conv(x, edge_index).tanh()
+        return x
+
+
+class OfTypes(nn.Module):
+    """What PyG's to_hetero writes, code of torch.fx; a second type has as many nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = gnn.to_hetero(Homogeneous(), (["a", "b"], [*RELATIONS, *BETWEEN]))
+
+    def forward(self, x: Tensor, pos_edge_index: Tensor, neg_edge_index: Tensor) -> Tensor:
+        both = pos_edge_index, neg_edge_index
+        sets = dict(zip([*RELATIONS, *BETWEEN], both * 2, strict=True))
+        out = self.net({"a": x, "b": x.roll(3, 1)}, sets)
+        return torch.cat([out["a"], out["b"]], -1)
+
+
 class GivenData(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +185,10 @@ def arguments(net: nn.Module, batch: Any) -> dict[str, Any]:
 )
 @pytest.mark.parametrize(
     "make",
-    [Signed, Weighted, Relations, GivenData, *(lambda k=kind: GivenDicts(k) for kind in DICTS)],
+    [
+        *(Signed, Weighted, Relations, GivenData, OfTypes),
+        *(lambda k=kind: GivenDicts(k) for kind in DICTS),
+    ],
 )
 def test_p1_several_edge_sets_train_as_in_pyg(
     make: Any, partition: Tensor, recompute: bool, num_neg: int
@@ -179,9 +211,9 @@ def test_p1_several_edge_sets_train_as_in_pyg(
 
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("kind", DICTS)
-def test_p2_stale_steps_equal_the_oracle(kind: Any, recompute: bool) -> None:
-    net = Dicts(kind)
+@pytest.mark.parametrize("make", [OfTypes, *(lambda k=kind: Dicts(k) for kind in DICTS)])
+def test_p2_stale_steps_equal_the_oracle(make: Any, recompute: bool) -> None:
+    net = make()
     given = arguments(net, make_batch())
     oracle = StaleOracle(net, CHUNKS, cross_chunk_grad_scale=2.0)
     method = StalenessMethod(linear_scale=2.0, message_scale=2.0)
@@ -332,6 +364,32 @@ def test_p4_unclear_edge_sets_are_refused(make: Any, given: dict[str, str], text
     arguments = {name: batch[key] for name, key in {"x": "x", **given}.items()}
     with pytest.raises((GraphError, UnsupportedError), match=text):
         one_process_engine(make(), partition=CHUNKS).forward((), arguments)
+
+
+def test_a_network_that_torch_fx_has_written_is_found(tmp_path: Path) -> None:
+    net = gnn.to_hetero(Homogeneous(), (["a"], RELATIONS))
+
+    class OfDicts(Module):
+        def training_step(self, data: Data, batch_idx: int) -> Tensor:
+            sets = dict(zip(RELATIONS, (data.pos_edge_index, data.neg_edge_index), strict=True))
+            return (self.net({"a": data.x}, sets)["a"] - data.x.roll(1, 0)).square().mean()
+
+    batch, weights = make_batch(), []
+    for num_stages in (0, 2):
+        module = OfDicts(copy.deepcopy(net))
+        trainer = trainers.make_trainer(num_stages, 3, default_root_dir=tmp_path)
+        trainer.fit(module, datamodule=FullGraphDataModule(Data(**batch)))
+        weights.append(trainers.weights(module))
+    assert_same(*weights)
+
+
+def test_p4_types_of_nodes_that_differ_in_size_are_refused() -> None:
+    net = gnn.HeteroConv({("a", "to", "b"): gnn.SAGEConv((D, D), D)})
+    rows = {"b": torch.randn(5, D), "a": torch.randn(N, D)}
+    sets = {("a", "to", "b"): torch.tensor([[0, 9, 20], [1, 4, 4]])}
+    engine = one_process_engine(net, partition=ONE_CHUNK)
+    with pytest.raises(UnsupportedError, match=r"one type .*'a' of 26 rows, 'b' of 5.*to_homogen"):
+        engine.forward((rows, sets), {})
 
 
 TYPES = (["a", "b"], [("a", "to", "b"), ("b", "to", "a")])
