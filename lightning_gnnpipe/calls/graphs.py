@@ -19,7 +19,13 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe.calls.call import COUNTS, Call, last_name
 from lightning_gnnpipe.calls.graph_batch import GraphBatch, GraphRows, Kind, LeafRows, starts_of
-from lightning_gnnpipe.calls.kinds import EdgeSets, Inputs, classify_graph, find_edge_sets
+from lightning_gnnpipe.calls.kinds import (
+    EdgeSets,
+    Inputs,
+    check_node_types,
+    classify_graph,
+    find_edge_sets,
+)
 from lightning_gnnpipe.errors import GraphError
 from lightning_gnnpipe.graph import check_edges
 
@@ -39,6 +45,7 @@ def classify(call: Call, known: KnownKinds | None = None) -> Inputs:
     `known`: kinds found in earlier batches, by name; updated in place. Raises GraphError and
     UnsupportedError for malformed or ambiguous arguments.
     """
+    check_node_types(call)
     if not call.has_graphs:
         return classify_graph(call)
     edges = find_edge_sets(call, needs_edges=False)

@@ -146,7 +146,6 @@ class Inputs:
 
 def classify_graph(call: Call) -> Inputs:
     """Find out what the first dimension of each tensor counts, in a call with one graph."""
-    check_node_types(call)
     edges = find_edge_sets(call)
     num_nodes = count_nodes(call, edges)
     kinds, numbers = [], []
@@ -169,19 +168,24 @@ def classify_graph(call: Call) -> Inputs:
 
 
 def check_node_types(call: Call) -> None:
-    """Refuse types of nodes that differ in size; keys of `edge_index_dict` name the types."""
+    """Refuse features of node types that differ in size; keys of `edge_index_dict` name the types.
+
+    Features are tensors of at least two dimensions in a dict, by type.
+    """
     args, kwargs = call.arguments
     dicts = [one for one in (*args, *kwargs.values()) if isinstance(one, dict)]
     keys = [key for one in dicts for key in one if isinstance(key, tuple) and len(key) == 3]
     types = dict.fromkeys(end for source, _, target in keys for end in (source, target))
-    rows = {key: one[key].size(0) for one in dicts for key in types if key in one}
-    if len(set(rows.values())) > 1:
-        raise UnsupportedError(
-            expected="one type of nodes",
-            found=", ".join(f"'{name}' of {count} rows" for name, count in rows.items()),
-            remedy="Make them one: HeteroData.to_homogeneous(), whose edge types RGCNConv and "
-            "RGATConv take.",
-        )
+    for one in dicts:
+        found = {key: one[key] for key in types if isinstance(one.get(key), Tensor)}
+        rows = {key: leaf.size(0) for key, leaf in found.items() if leaf.dim() > 1}
+        if len(set(rows.values())) > 1:
+            raise UnsupportedError(
+                expected="node types of the same size",
+                found=", ".join(f"'{name}' of {count} rows" for name, count in rows.items()),
+                remedy="Make one type of them by HeteroData.to_homogeneous(). RGCNConv and "
+                "RGATConv take its edge types.",
+            )
 
 
 def count_nodes(call: Call, edges: EdgeSets) -> int:

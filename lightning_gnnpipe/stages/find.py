@@ -69,7 +69,7 @@ def multiplies(module: nn.Module) -> bool:
             continue
         seen.add(function)
         code = function.__code__
-        if not is_users(code):
+        if _origin(function) and not is_users(code):
             continue
         steps = [word for step in get_instructions(code) for word in (step.opname, step.argrepr)]
         if (_PRODUCTS | _SUMS) & {*code.co_names, *steps}:

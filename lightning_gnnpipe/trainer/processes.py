@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
@@ -260,19 +261,27 @@ class Processes:
         elif isinstance(exception, SIGTERMException):  # all ranks stop
             return
         started = self._take_started()
+        try:
+            self._report(exception)
+        finally:  # also on Ctrl-C
+            _end(started)
+
+    def _report(self, exception: BaseException) -> None:
+        """Publish and log `exception`; silence it if rank 0 prints it."""
         is_peers = isinstance(exception, PeerError)
         peer = self._publish(exception)
         rank = self._strategy.global_rank
-        if first_rank_tells(repr(exception), rank, is_peers=is_peers):
+        # Other launchers may end rank 0 before it has printed.
+        is_watched = isinstance(self._strategy.cluster_environment, LightningEnvironment)
+        if is_watched and first_rank_tells(repr(exception), rank, is_peers=is_peers):
             silence(exception)
         elif rank or peer:
             self._log_end(exception, peer)
-        _end(started)
 
     def _take_started(self) -> list[subprocess.Popen[bytes]]:
         """Return the processes that this rank started, and end Lightning's watch over them.
 
-        Lightning kills this rank when one of them has failed, also before this rank has printed
+        Lightning kills this rank when one of them has failed, also if this rank has not printed
         the error that they share.
         """
         launcher = self._strategy.launcher
@@ -311,7 +320,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     try:
         while time.monotonic() < deadline and any(one.poll() is None for one in processes):
             time.sleep(0.05)
-    finally:  # also on Ctrl-C
+    finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()

@@ -28,8 +28,9 @@ independent oracle to 1e-10 in float64. `SplineConv` needs pyg-lib, which pip do
 shown with a stand-in for the two functions that it takes from there (`tests/helpers/splines.py`).
 
 "Two sets" are two `edge_index` over the same nodes in one forward. `HeteroConv`, `HANConv` and
-`HGTConv` are exact for one type of nodes and any number of edge sets over it; several types are
-refused. Networks that `to_hetero` has written train for one type, or for several of equal size.
+`HGTConv` are exact for one type of nodes and any number of edge sets over it; these three layers
+are refused with several types. A network that `to_hetero` has written trains with one type, or with
+several of the same size; it is refused if their sizes differ.
 HANConv's mean over all nodes, which weighs its edge sets, is as stale as rows are: a chunk
 sums what it and earlier chunks have just computed, and what later ones did a step ago.
 `SuperGATConv` is exact in what it returns; its `get_attention_loss()`, over random pairs of all

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.cases import slow
-from tests.helpers.scripts import run_script
+from tests.helpers.scripts import is_alive, run_script
 
 SCRIPT = """
 import atexit, os, signal, sys, time
@@ -43,11 +44,21 @@ if how == "fails":  # rank 1 ends long before rank 0 has printed the error, as L
     sys.excepthook = print_late
 
 
+class Nameless(RuntimeError):
+    def __repr__(self):
+        raise ValueError("no words for it")
+
+
 class Stops(L.Callback):
     def on_train_epoch_end(self, trainer, *_):
         global RANK
         RANK = trainer.global_rank
         assert "pt_gloo_runloop" in names()
+        if how == "fails badly" and trainer.current_epoch == 2:
+            if RANK == 0:
+                raise Nameless("stopped on purpose")
+            print(f"process {os.getpid()} sleeps", flush=True)
+            time.sleep(100)
         if "fails" in how and trainer.current_epoch == 2:
             raise RuntimeError("stopped on purpose")
         if how == "stops" and trainer.current_epoch == 2 and RANK == 1:
@@ -92,6 +103,14 @@ def test_a_run_that_fails_waits_for_nobody(tmp_path: Path, how: str) -> None:
     text = run_script(tmp_path, SCRIPT, how, fails=True).text
     assert "RuntimeError: stopped on purpose" in text, text
     assert "ends with gloo: True" in text
+
+
+@linux
+@pytest.mark.slow
+def test_an_error_that_cannot_be_reported_leaves_no_process(tmp_path: Path) -> None:
+    text = run_script(tmp_path, SCRIPT, "fails badly", fails=True).text
+    [pid] = re.findall(r"process (\d+) sleeps", text)
+    assert not is_alive(int(pid), seconds=2), text
 
 
 GROUP = """

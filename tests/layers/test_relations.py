@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 import torch_geometric.nn as gnn
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch_geometric.data import Data
 from torch_geometric.utils import add_self_loops
 
@@ -366,30 +366,89 @@ def test_p4_unclear_edge_sets_are_refused(make: Any, given: dict[str, str], text
         one_process_engine(make(), partition=CHUNKS).forward((), arguments)
 
 
-def test_a_network_that_torch_fx_has_written_is_found(tmp_path: Path) -> None:
-    net = gnn.to_hetero(Homogeneous(), (["a"], RELATIONS))
+class Sums(nn.Module):
+    """Messages by hand."""
 
-    class OfDicts(Module):
-        def training_step(self, data: Data, batch_idx: int) -> Tensor:
-            sets = dict(zip(RELATIONS, (data.pos_edge_index, data.neg_edge_index), strict=True))
-            return (self.net({"a": data.x}, sets)["a"] - data.x.roll(1, 0)).square().mean()
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(3))
 
-    batch, weights = make_batch(), []
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        source, target = edge_index
+        for layer in self.layers:
+            x = layer(torch.zeros_like(x).index_add(0, target, x[source])).tanh()
+        return x
+
+
+class OfCode(Module):
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        out = self.net(data.x, data.pos_edge_index)
+        return (out - data.x.roll(1, 0)).square().mean()
+
+
+class OfDicts(Module):
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        sets = dict(zip(RELATIONS, (data.pos_edge_index, data.neg_edge_index), strict=True))
+        return (self.net({"a": data.x}, sets)["a"] - data.x.roll(1, 0)).square().mean()
+
+
+@pytest.mark.some_cases(1)
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        (OfCode, lambda: fx.symbolic_trace(Sums())),
+        (OfDicts, lambda: gnn.to_hetero(Homogeneous(), (["a"], RELATIONS))),
+    ],
+)
+def test_p1_code_that_torch_fx_has_written(tmp_path: Path, kind: Any, make: Any) -> None:
+    net, batch, weights = make(), make_batch(), []
     for num_stages in (0, 2):
-        module = OfDicts(copy.deepcopy(net))
+        module = kind(copy.deepcopy(net))
         trainer = trainers.make_trainer(num_stages, 3, default_root_dir=tmp_path)
         trainer.fit(module, datamodule=FullGraphDataModule(Data(**batch)))
         weights.append(trainers.weights(module))
     assert_same(*weights)
 
 
-def test_p4_types_of_nodes_that_differ_in_size_are_refused() -> None:
-    net = gnn.HeteroConv({("a", "to", "b"): gnn.SAGEConv((D, D), D)})
-    rows = {"b": torch.randn(5, D), "a": torch.randn(N, D)}
-    sets = {("a", "to", "b"): torch.tensor([[0, 9, 20], [1, 4, 4]])}
-    engine = one_process_engine(net, partition=ONE_CHUNK)
-    with pytest.raises(UnsupportedError, match=r"one type .*'a' of 26 rows, 'b' of 5.*to_homogen"):
-        engine.forward((rows, sets), {})
+EXTRAS = [
+    *({"a": N, "b": N}, {"a": None}, {"a": torch.tensor(2.0)}),
+    {"a": torch.arange(5), "b": torch.arange(7)},
+]
+
+
+class WithMore(OfTypes):
+    """Takes one more dict by type of nodes."""
+
+    def forward(self, more: Any, x_dict: Batch, edge_index_dict: dict[Any, Tensor]) -> Tensor:
+        return self.net(x_dict, edge_index_dict)["b"]
+
+
+def of_types(num_b: int) -> dict[str, Any]:
+    pos, neg = edges(61, 11) % num_b, edges(44, 3) % num_b
+    sets = dict(zip([*RELATIONS, *BETWEEN], (pos, neg) * 2, strict=True))
+    return {
+        "x_dict": {"a": torch.randn(N, D), "b": torch.randn(num_b, D)},
+        "edge_index_dict": sets,
+    }
+
+
+@pytest.mark.some_cases(2)
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_p1_types_of_nodes_of_the_same_size(extra: Any) -> None:
+    net, given = WithMore(), of_types(N) | {"more": extra}
+    engine = one_process_engine(net, partition=CHUNKS)
+    assert_step(engine, given, net, net(**given))
+
+
+@pytest.mark.parametrize("batch", [{}, {"batch": torch.arange(N) // 20}])
+def test_p4_types_of_nodes_that_differ_in_size_are_refused(batch: Batch) -> None:
+    class WithBatch(WithMore):
+        def forward(self, *args: Any, batch: Tensor | None = None, **kwargs: Any) -> Tensor:
+            return super().forward(None, *args, **kwargs)
+
+    engine = one_process_engine(WithBatch(), partition=ONE_CHUNK)
+    with pytest.raises(UnsupportedError, match=r"same size .*'a' of 26 rows, 'b' of 5.*to_homogen"):
+        engine.forward((), of_types(5) | batch)
 
 
 TYPES = (["a", "b"], [("a", "to", "b"), ("b", "to", "a")])
