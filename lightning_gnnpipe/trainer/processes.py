@@ -271,9 +271,9 @@ class Processes:
         is_peers = isinstance(exception, PeerError)
         peer = self._publish(exception)
         rank = self._strategy.global_rank
-        # Other launchers may end rank 0 before it has printed.
-        is_watched = isinstance(self._strategy.cluster_environment, LightningEnvironment)
-        if is_watched and first_rank_tells(repr(exception), rank, is_peers=is_peers):
+        # Another launcher, such as torchrun, may end rank 0 before it has printed.
+        by_lightning = isinstance(self._strategy.cluster_environment, LightningEnvironment)
+        if by_lightning and first_rank_tells(repr(exception), rank, is_peers=is_peers):
             silence(exception)
         elif rank or peer:
             self._log_end(exception, peer)
