@@ -84,7 +84,7 @@ def test_counts_are_those_of_a_run(
     plan = trainer.strategy.plan(module, data, num_stages=num_stages)
     trainer.fit(module, FullGraphDataModule(data))
     counts = torch.load(tmp_path / "bytes.pt")[-1]
-    assert sum(counts.values()) - counts["control"] == plan.step_bytes
+    assert sum(counts.values()) - counts.get("control", 0) == plan.step_bytes
     assert plan.layout == (num_stages, num_shards)
     assert plan.layer_names == tuple(f"convs.{i}" for i in range(6))
     assert sum(plan.chunk_rows) == NUM_NODES and len(plan.chunk_rows) == 4
