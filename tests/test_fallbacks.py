@@ -21,7 +21,6 @@ from lightning_gnnpipe import FullGraphDataModule
 from lightning_gnnpipe.cli.commands import SaveFitConfig
 from lightning_gnnpipe.comm import groups as wire
 from lightning_gnnpipe.models import NodeClassifier
-from tests.docs.messages import PACKAGE, fallbacks, package_messages
 from tests.helpers.batches import draw_batch
 from tests.helpers.observed import (
     NUM_CLASSES,
@@ -143,48 +142,6 @@ CASES: dict[str, tuple[Callable[[], None], str, list[Callable[[], None]]]] = {
         [],
     ),
 }
-VALIDATION = "test_without_rows_of_validation_it_is_told_why"
-TOLD = dict.fromkeys(CASES, "test_a_fallback_is_told_once") | {  # and the test that meets it
-    "'…' normalises over all nodes": VALIDATION,
-    "'…' is called beside": "test_a_second_method_is_told_of_once",
-    "BatchNorm ('…')": "test_batch_norm_is_told_of_once",
-    "No validation has run": VALIDATION,
-    "Ranks … share a GPU": "test_ranks_on_one_gpu",
-    "The checkpoint has no histories": "test_without_its_histories_a_checkpoint_goes_on_exactly",
-    "… of the pipelined module changed": "test_a_graph_that_changes",
-    "Histories are kept for": "test_inputs_beyond_the_bound_run_exactly_and_those_kept_stay",
-    "A pass has other": "test_other_shards_need_the_whole_table",
-    "Forward reads": "test_what_changes_often_is_told_once",
-    "The loss could not be timed": "test_a_loss_that_cannot_be_timed_is_left_out",
-    "The module does not run": "test_a_module_of_the_whole_graph_is_planned_without_plain_trainer",
-    "The training loss jumped": "test_a_jump_makes_one_step_exact_and_warns_once",
-    "In a notebook": "test_a_way_that_notebooks_do_not_have_is_replaced_and_told_once",
-    "Message passing on chunks": "test_what_is_compiled_trains_as_it_is_written_and_says_so",
-    "Validation is given other inputs": VALIDATION,
-    "Validation may run with averages": VALIDATION,
-    "With async_halo": "test_shards_that_do_not_wait",
-    "cross_chunk_edges='drop'": "test_the_share_of_lost_edges_is_logged_once",
-    "repeat_encoder=True": "test_a_wish_that_cannot_be_met_is_logged",
-    "… exists and is kept": "test_a_config_in_the_way",
-}
-
-
-def test_every_fallback_has_a_test() -> None:
-    files = Path(__file__).parent.rglob("test_*.py")
-    tests = {name for path in files for name in re.findall(r"^def (\w+)", path.read_text(), re.M)}
-    assert set(TOLD.values()) <= tests
-    found = fallbacks()
-    for text in found:
-        assert [one for one in TOLD if text.startswith(one)], f"Give it a test: {text}"
-    for words in TOLD:
-        assert any(text.startswith(words) for text in found), f"Nobody says any more: {words}"
-
-
-def test_no_fallback_is_told_elsewhere() -> None:
-    """All go through `Fallbacks`, so that the list above has them all."""
-    for text in set(package_messages()) - fallbacks():
-        is_refusal = text.startswith("Expected ")
-        assert is_refusal or not (" from " in text and " to " in text), f"{text} ({PACKAGE})"
 
 
 @pytest.mark.some_cases(4)
