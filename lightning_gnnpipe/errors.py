@@ -8,6 +8,7 @@ names and values of options have advice on what to write instead.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 _DEFAULT = "Leave 'staleness' out: its default, 'drift', takes its place."
 _INT8 = "Write 'int8' for smaller errors, or 'int1' for fewer bits."
@@ -21,7 +22,6 @@ _DEFAULT_CLASSES = (
 )
 
 REMOVED_VALUES = dict.fromkeys(_DEFAULT_METHODS, _DEFAULT) | {
-    "mirrored": "Write 'shuffled', the default.",
     "fp16": "Write 'bf16', which is as short and does not overflow.",
     "int4": _INT8,
     "int2": _INT8,
@@ -37,6 +37,15 @@ REMOVED_CLASSES = dict.fromkeys(_DEFAULT_CLASSES, _DEFAULT) | {
     "SnapshotRows": "Use staleness='gnnpipe', or the callback EmbeddingRefresh(every_n_epochs=n, "
     "how='snapshot').",
     "StalenessMethod": "Use a name of 'staleness': 'drift', the default, 'constant' or 'gnnpipe'.",
+}
+
+REMOVED_OPTIONS = {
+    "changing_inputs": "An input runs exactly when it comes for the first time, then pipelined. "
+    "Draw random numbers in the module's forward, as in F.dropout(x) or torch.rand_like(x), so "
+    "that its inputs stay the same. Leave 'changing_inputs' out.",
+    "chunk_order": "Each step draws an order of its own. Leave 'chunk_order' out.",
+    "guard": "A jump of the loss no longer makes the next step exact. Leave 'guard' out, and add "
+    "Trainer(callbacks=[StalenessWarmup(5), EmbeddingRefresh(1)]) if the loss jumps.",
 }
 
 
@@ -83,6 +92,14 @@ class PeerError(RuntimeError):
 def explain(*, expected: str, found: str, remedy: str) -> str:
     """Return an error text; `expected` and `found` are clauses, `remedy` is whole sentences."""
     return f"Expected {expected} (got {found}). {remedy}"
+
+
+def refuse_removed(name: str, options: Mapping[str, object]) -> None:
+    """Raise ConfigError if `options` of `name` were removed; TypeError if they never existed."""
+    for option in options:
+        if option not in REMOVED_OPTIONS:
+            raise TypeError(f"{name}.__init__() got an unexpected keyword argument '{option}'")
+        raise ConfigError(f"The option '{option}' was removed. {REMOVED_OPTIONS[option]}")
 
 
 def first_line(error: Exception) -> str:

@@ -6,8 +6,8 @@ Options are not refused if they
 - only have no effect on the present devices, so that a script runs on one device and on eight:
   `cut_codec` and `repeat_encoder` with num_stages="auto", `start_method`, `timeout`;
 - have no effect with `num_chunks=1`, the exact baseline of scripts: one warning names them;
-- ask for what happens anyway: `guard=False`, `self_check=False`, `balance="uniform"`, and the
-  callback `StalenessWarmup` if every step is exact.
+- ask for what happens anyway: `self_check=False`, `balance="uniform"`, and the callback
+   `StalenessWarmup` if every step is exact.
 
 An option with its default value counts as not given.
 """
@@ -28,11 +28,9 @@ from lightning_gnnpipe.steps import ChunkOptions, EngineOptions
 from lightning_gnnpipe.types import (
     CHUNKS_PER_STAGE,
     Balance,
-    ChangingInputs,
     CodecOption,
     CrossChunkEdges,
     DtypeName,
-    OrderName,
     Partition,
     PartitionMethod,
     RepeatOption,
@@ -45,9 +43,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "partition": get_args(PartitionMethod),
     "balance": ("measured", "uniform"),
     "cross_chunk_edges": get_args(CrossChunkEdges),
-    "changing_inputs": get_args(ChangingInputs),
     "start_method": get_args(StartMethod),
-    "chunk_order": get_args(OrderName),
     "staleness": get_args(StalenessName),
     "history_dtype": get_args(DtypeName),
     "schedule": get_args(ScheduleName),
@@ -57,7 +53,7 @@ _OTHER_VALUES: dict[str, Any] = {
     "balance": object,
     "history_dtype": (torch.dtype, type(None)),
 }
-_OF_CHUNKS = ("partition", "chunk_order", "cross_chunk_edges")
+_OF_CHUNKS = ("partition", "cross_chunk_edges")
 _OF_ROWS = ("staleness", "history_dtype", "history_device")
 
 
@@ -71,10 +67,7 @@ class StrategyOptions:
     num_chunks: int | Literal["auto"] = "auto"
     partition: Partition = "metis"
     cross_chunk_edges: CrossChunkEdges = "keep"
-    chunk_order: OrderName = "shuffled"
     staleness: StalenessName = "drift"
-    guard: bool = True
-    changing_inputs: ChangingInputs = "exact"
     pipelined_module: str | None = None
     balance: Balance = "measured"
     halo_codec: CodecOption = "fp32"
@@ -241,7 +234,6 @@ class StrategyOptions:
         return EngineOptions(
             chunks=self._chunks(self.resolve_layout(world_size)[0], seed),
             histories=self.histories,
-            chunk_order=self.chunk_order,
             balance=balance,
             seed=seed,
             is_fitting=is_fitting,
@@ -250,8 +242,6 @@ class StrategyOptions:
             repeat_encoder=self.repeat_encoder,
             schedule=self.schedule,
             num_virtual=self.num_virtual if self.schedule == "interleaved" else 1,
-            guards_loss=self.guard,
-            allows_changes=self.changing_inputs == "allow",
         )
 
     def resolve_layout(self, world_size: int) -> tuple[int, int]:

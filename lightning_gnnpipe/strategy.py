@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_gnnpipe.chunks import PipelineStats
 from lightning_gnnpipe.engine import PipelineEngine
+from lightning_gnnpipe.errors import refuse_removed
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.passing import replace_attributes
 from lightning_gnnpipe.planning import PipelinePlan, plan_pipeline
@@ -31,11 +32,9 @@ from lightning_gnnpipe.trainer.processes import Processes
 from lightning_gnnpipe.trainer.replicas import Replicas
 from lightning_gnnpipe.types import (
     Balance,
-    ChangingInputs,
     CodecOption,
     CrossChunkEdges,
     DtypeName,
-    OrderName,
     Partition,
     RepeatOption,
     ScheduleName,
@@ -65,8 +64,6 @@ class GNNPipeStrategy(LightningStrategy):
         cross_chunk_edges: "keep" is the method of the paper. "drop" trains without the edges
             between chunks, in warm-up epochs as well: nothing is stale, and only norms over all
             nodes keep histories. Validation, test and predict use all edges.
-        chunk_order: "shuffled" draws the order anew in each epoch (the paper's technique 1);
-            "fixed".
         staleness: How to handle rows of neighbours that have not run in this step. "drift": read
             the last ones as constants, moved by the mean change of the rows that have run. After a
             validation with the same weights, its rows are used. In layers with attention or other
@@ -74,13 +71,6 @@ class GNNPipeStrategy(LightningStrategy):
             lie between chunks, gradients of fresh rows of other chunks count twice, because stale
             rows get none. "constant": the last ones, as constants. "gnnpipe": the paper's recipe, a
             snapshot renewed every 23 steps, with gradients of fresh rows of other chunks twice.
-        guard: Run one exact step, and warn, after a pipelined step whose training loss jumped far
-            above the last 50; at most once in 20 steps.
-        changing_inputs: What to do in a training step with inputs that no earlier step had:
-            features, masks, options or buffers of the pipelined module. "exact": run it exactly. An
-            input that repeats is pipelined from its third step on. "allow": read rows that were
-            computed from other inputs; only for small augmentation, since with masks of known
-            labels as inputs stale rows leak the labels that a step hides.
         pipelined_module: Name of the submodule to pipeline, or of a method such as "net.encode".
             None: the smallest submodule that holds all message passing.
         balance: Assigns layers to stages: "measured" (by a few timed passes), "uniform", or the
@@ -118,6 +108,7 @@ class GNNPipeStrategy(LightningStrategy):
         cluster_environment: Starts the processes, or knows how they find each other.
         checkpoint_io: Writes and reads checkpoints.
         precision_plugin: Dtypes of computation.
+        removed: Names of earlier versions, each refused with what to write instead.
 
     Raises:
         ConfigError: If an option cannot be right.
@@ -132,10 +123,7 @@ class GNNPipeStrategy(LightningStrategy):
         num_chunks: int | Literal["auto"] = "auto",
         partition: Partition = "metis",
         cross_chunk_edges: CrossChunkEdges = "keep",
-        chunk_order: OrderName = "shuffled",
         staleness: StalenessName = "drift",
-        guard: bool = True,
-        changing_inputs: ChangingInputs = "exact",
         pipelined_module: str | None = None,
         balance: Balance = "measured",
         halo_codec: CodecOption = "fp32",
@@ -157,8 +145,10 @@ class GNNPipeStrategy(LightningStrategy):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        **removed: Any,
     ) -> None:
         given = locals()
+        refuse_removed("GNNPipeStrategy", removed)
         self.options = StrategyOptions(**{f.name: given[f.name] for f in fields(StrategyOptions)})
         super().__init__(
             accelerator=accelerator,

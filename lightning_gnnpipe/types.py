@@ -27,12 +27,10 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 CodecName = Literal["fp32", "bf16", "int8", "int1"]
 CodecOption = CodecName | tuple[CodecName, CodecName]  # of rows, and of their gradients
 DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
-OrderName = Literal["shuffled", "fixed"]
 StalenessName = Literal["drift", "constant", "gnnpipe"]
 ScheduleName = Literal["fill_drain", "1f1b", "interleaved"]
 RepeatOption = bool | Literal["auto"]
 Balance = Literal["measured", "uniform"] | Sequence[int]  # or the layers of each stage
-ChangingInputs = Literal["exact", "allow"]
 CrossChunkEdges = Literal["keep", "drop"]
 TrafficKind = Literal[
     "forward",

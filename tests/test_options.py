@@ -8,16 +8,14 @@ from typing import Any, get_args
 import lightning as L
 import pytest
 import torch
-import torch_geometric.nn as gnn
 
 import lightning_gnnpipe
 from lightning_gnnpipe import BoundedStaleness, EmbeddingRefresh, GNNPipeStrategy, StalenessWarmup
-from lightning_gnnpipe.errors import REMOVED_CLASSES, REMOVED_VALUES, ConfigError
-from lightning_gnnpipe.models import NodeClassifier
+from lightning_gnnpipe.errors import REMOVED_CLASSES, REMOVED_OPTIONS, REMOVED_VALUES, ConfigError
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.staleness import METHODS, StalenessMethod
-from lightning_gnnpipe.types import CodecName, OrderName, StalenessName
-from tests.helpers.observed import NUM_CLASSES, NUM_FEATURES, fit
+from lightning_gnnpipe.types import CodecName, StalenessName
+from tests.helpers.observed import fit
 
 Options = dict[str, Any]
 
@@ -39,13 +37,11 @@ def test_defaults_are_those_of_the_strategy() -> None:
         ({"repeat_encoder": 1}, "'repeat_encoder' to be True, False or 'auto'"),
         ({"history_device": "gpu"}, "'history_device' to be a device with memory"),
         ({"history_device": "meta"}, "'history_device' to be a device with memory"),
-        ({"chunk_order": True}, "'chunk_order' to be one of shuffled, fixed"),
         ({"staleness": "fresh"}, "to be one of drift, constant, gnnpipe .*'fresh'"),
         ({"staleness": 2.0}, "'staleness' to be one of drift, constant, gnnpipe"),
         ({"staleness": "blocks"}, "got 'blocks'.*Leave 'staleness' out"),
         ({"staleness": StalenessMethod()}, "'staleness' to be one of drift, constant, gnnpipe"),
         ({"staleness": "lookahead"}, "got 'lookahead'.*its default, 'drift', takes its place"),
-        ({"chunk_order": "mirrored"}, "got 'mirrored'.*Write 'shuffled'"),
         ({"halo_codec": ("fp16", "drive")}, "Write 'bf16', .* Write 'int1'"),
         ({"halo_codec": ("int4", "int2")}, r"\)\. Write 'int8' [^W]*$"),  # said once
         ({"cut_codec": "int4"}, "one of fp32, bf16, int8, int1, .*got 'int4'.*Write 'int8'"),
@@ -80,17 +76,6 @@ def test_a_dtype_can_be_named() -> None:
     assert GNNPipeStrategy(history_dtype="float16").options.histories.dtype is torch.float16
 
 
-@pytest.mark.parametrize(
-    ("staleness", "is_told"), [("gnnpipe", True), ("drift", True), ("constant", False)]
-)
-def test_a_fixed_order_with_a_factor_on_gradients_is_told(
-    staleness: StalenessName, is_told: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    module = NodeClassifier(gnn.models.GAT(NUM_FEATURES, 4, 2, NUM_CLASSES), NUM_CLASSES)
-    fit(1, module=module, strategy={"chunk_order": "fixed", "staleness": staleness})
-    assert ("chunk_order='fixed' with a factor of 2 on gradients" in caplog.text) == is_told
-
-
 SHARDS = {"graph_parallel": 2}
 REFUSED: list[tuple[str, Options, Options]] = [
     # the option, the others, and the others of the remedy
@@ -119,9 +104,9 @@ def test_an_idle_option_is_refused(name: str, options: Options, remedy: Options)
     [
         {"cut_codec": "int8", "repeat_encoder": True, "start_method": "fork"},
         {"balance": "uniform", "num_stages": 1},
-        {"guard": False, "self_check": False, "num_chunks": 1},
+        {"self_check": False, "num_chunks": 1},
         {"repeat_encoder": False, "num_stages": 1},
-        {"halo_codec": ("fp32", "fp32"), "chunk_order": "shuffled", "num_chunks": 1},
+        {"halo_codec": ("fp32", "fp32"), "num_chunks": 1},
         {"partition": torch.zeros(40, dtype=torch.int64), "num_chunks": 1},
         {**SHARDS, "async_halo": True, "num_chunks": 1, "staleness": "constant"},
         {**SHARDS, "recompute": True, "num_chunks": 1, "history_dtype": "bfloat16"},
@@ -132,7 +117,7 @@ def test_what_is_so_anyway_or_idle_on_these_devices_only_is_taken(options: Optio
 
 
 def test_what_is_idle_with_one_chunk_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    options = {"partition": "random", "staleness": "constant", "chunk_order": "shuffled"}
+    options = {"partition": "random", "staleness": "constant"}
     fit(1, num_chunks=1, strategy=options)
     assert sum("no effect: partition, staleness." in one for one in caplog.messages) == 1
 
@@ -183,6 +168,17 @@ def test_a_class_that_is_gone_says_what_takes_its_place(name: str) -> None:
         getattr(import_module("lightning_gnnpipe"), name)
 
 
+@pytest.mark.parametrize("name", REMOVED_OPTIONS)
+def test_an_option_that_is_gone_says_what_to_write(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^The option '{name}' was removed. .*[Ll]eave '{name}'"):
+        GNNPipeStrategy(**{name: "any"})
+
+
+def test_an_option_that_never_was_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'chunk_orders'"):
+        GNNPipeStrategy(chunk_orders="fixed")
+
+
 def test_other_names_are_as_unknown_as_ever() -> None:
     assert not hasattr(lightning_gnnpipe, "NoSuchName")
     with pytest.raises(ImportError, match="cannot import name 'NoSuchName'"):
@@ -190,6 +186,6 @@ def test_other_names_are_as_unknown_as_ever() -> None:
 
 
 def test_values_that_are_gone_are_not_taken() -> None:
-    taken = {*get_args(CodecName), *get_args(OrderName), *get_args(StalenessName)}
+    taken = {*get_args(CodecName), *get_args(StalenessName)}
     assert set(get_args(StalenessName)) == set(METHODS)
     assert not taken & REMOVED_VALUES.keys()

@@ -1,4 +1,4 @@
-"""What follows a training step: its statistics, a guard against loss jumps, running statistics."""
+"""What follows a training step: its statistics, and running statistics of norms."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from math import isfinite
 
 from torch import nn
 
 from lightning_gnnpipe.chunks import PipelineStats, RankRecord, merge_stats, peak_memory_bytes
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.histories import PlannedGraph
-from lightning_gnnpipe.errors import ConfigError, Fallbacks
+from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.layers import tracks_statistics
 from lightning_gnnpipe.stages import Layers
 from lightning_gnnpipe.staleness import Staleness
@@ -62,56 +61,6 @@ class LastStep:
                 remedy="Ask after one, while the run goes on.",
             )
         return self.record
-
-
-_WINDOW = 50  # losses to compare with
-_LEAST = 5  # losses before the first comparison
-_FACTOR = 3.0  # ranges above the maximum that count as a jump
-_PAUSE = 20  # least steps between two exact steps
-
-
-class LossGuard:
-    """Detects loss jumps after pipelined steps; the next step is then exact.
-
-    A loss jumps if it exceeds the maximum of the last 50 by three times their range, and by three
-    times that maximum. At most one step in 20 becomes exact, which bounds the cost. `losses` leaves
-    jumps out; `num_steps` counts steps since the last jump.
-    """
-
-    def __init__(self, *, is_quiet: bool = False) -> None:
-        self.losses: tuple[float, ...] = ()
-        self.num_steps, self.was_exact = _PAUSE, True
-        self._fallbacks = Fallbacks(log, is_quiet=is_quiet)
-
-    def sees_jump(self, loss: float, *, is_exact: bool) -> bool:
-        """Record a step's loss; return whether the next step must be exact.
-
-        Non-finite losses drop histories anyway; losses after an exact update are not judged.
-        """
-        was_exact, self.was_exact = self.was_exact, is_exact
-        self.num_steps += 1
-        if not isfinite(loss):
-            return False
-        if self._is_above(loss) and not was_exact and self.num_steps > _PAUSE:
-            self.num_steps = 0
-            self._fallbacks.tell(
-                f"The training loss jumped to {loss:.4g} after a pipelined step (at most "
-                f"{max(self.losses):.4g} before)",
-                origin="pipelined steps",
-                to="one exact step",
-                remedy="If it jumps again, lower the learning rate, use fewer chunks, train more "
-                "of the first epochs exactly (StalenessWarmup), or refresh the histories "
-                "(EmbeddingRefresh). Shown once. GNNPipeStrategy(guard=False) switches this off.",
-            )
-            return True
-        self.losses = (*self.losses, loss)[-_WINDOW:]
-        return False
-
-    def _is_above(self, loss: float) -> bool:
-        if len(self.losses) < _LEAST:
-            return False
-        high, low = max(self.losses), min(self.losses)
-        return loss > high + _FACTOR * max(high - low, abs(high))
 
 
 class RunningStatistics:

@@ -49,7 +49,7 @@ class EngineChecks:
         self._is_whole = is_alone and not options.histories.recomputes
         self._checked: set[bool] = set()
         self._is_one: bool | None = None  # cached for all-zero batch vectors
-        self._has_warned_of_cut = self._has_warned_of_order = False
+        self._has_warned_of_cut = False
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
 
     def batch_vector(self, vector: Tensor | None) -> Tensor | None:
@@ -131,7 +131,6 @@ class EngineChecks:
         given = {
             "partition": (partition, "metis"),
             "cross_chunk_edges": (chunks.cross_edges, "keep"),
-            "chunk_order": (self._options.chunk_order, "shuffled"),
             "staleness": (name_method(histories.method), "drift"),
             "history_dtype": (histories.dtype, None),
             "history_device": (histories.device, None),
@@ -144,26 +143,16 @@ class EngineChecks:
                 to="micro-batches of whole graphs",
             )
 
-    def chunks(self, graph: PlannedGraph, linear_scale: float) -> None:
-        """Warn once of mostly cut edges, or of a fixed order that always scales the same edges."""
+    def chunks(self, graph: PlannedGraph) -> None:
+        """Warn once of mostly cut edges."""
         if graph.cut_frac == 0 or not self._transport.world.is_root:
             return
-        method, has_messages = self._options.histories.method, self._model.intercepted.has_messages
-        factor = method.message_scale if has_messages else linear_scale
         if graph.cut_frac > DENSE and not self._has_warned_of_cut:
             self._has_warned_of_cut = True
             log.warning(
                 "%s of all edges lie between chunks, so accuracy may suffer. Use fewer chunks, "
                 "partition='metis' or graph_parallel, and compare with num_chunks=1.",
                 f"{100 * graph.cut_frac:.0f} %",
-            )
-        is_fixed = self._options.chunk_order == "fixed"
-        if is_fixed and factor != 1 and not self._has_warned_of_order:
-            self._has_warned_of_order = True
-            log.warning(
-                "chunk_order='fixed' with a factor of %s on gradients of fresh rows: the same "
-                "edges between chunks count more than once in every step. Use another order.",
-                f"{factor:g}",
             )
 
     def rows(self, own: Histories, step: int, *, averages_weights: bool) -> None:

@@ -21,7 +21,7 @@ from lightning_gnnpipe.batches import BatchPasses, BatchStream, check_schedule
 from lightning_gnnpipe.calls import Call, Inputs, KnownKinds, find_graphs, flatten_call
 from lightning_gnnpipe.chunks import PlannedInputs
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.engine.after_step import LastStep, LossGuard, RunningStatistics
+from lightning_gnnpipe.engine.after_step import LastStep, RunningStatistics
 from lightning_gnnpipe.engine.checks import EngineChecks
 from lightning_gnnpipe.engine.histories import RowState
 from lightning_gnnpipe.engine.identity import InputIdentity, InputKey
@@ -89,10 +89,7 @@ class PipelineEngine:
         self.last_step = LastStep(transport)
         is_quiet = not transport.world.is_root
         self.methods = PipelinedMethods(module, methods, self._is_training, is_quiet=is_quiet)
-        self._guard = LossGuard(is_quiet=is_quiet)
         self.statistics = RunningStatistics(is_quiet=is_quiet)
-        self._has_jumped = False  # this rank's last loss
-        self._was_exact: bool | None = None  # the last step; None after a batch of graphs
         self._has_record = False  # a pass of the present step has ended
         self._unguard: Callable[[], None] = lambda: None
 
@@ -138,8 +135,7 @@ class PipelineEngine:
         if has_graphs:
             number = self.batches.identify(inputs)
         else:
-            only_graph = is_training and self.options.allows_changes
-            key = self.identity.of(call, inputs, self._batch_number, only_graph=only_graph)
+            key = self.identity.of(call, inputs, self._batch_number)
             key = key.at_call(self._state.num_awaiting if is_training else 0)
             number = key.graph
         if is_training or not has_graphs:
@@ -155,7 +151,6 @@ class PipelineEngine:
             number,
             is_training=is_training,
             is_lost=self._is_lost,
-            has_jumped=self._has_jumped,
             input_number=0 if key is None else key.number,
             num_bytes=self.graphs.num_bytes,
         )
@@ -184,10 +179,8 @@ class PipelineEngine:
         return batch_number(self.step.batch, self.contents)
 
     def note_loss(self, loss: float | None) -> None:
-        """Record the loss of a training step, if it has one; after a jump the next is exact."""
+        """Record the loss of a training step, if it has one."""
         self._loss = 0.0 if loss is None else loss
-        if loss is not None and self.options.guards_loss and self._was_exact is not None:
-            self._has_jumped = self._guard.sees_jump(loss, is_exact=self._was_exact)
 
     def abandon(self) -> None:
         """Forget a training pass whose backward failed or never ran."""
@@ -219,7 +212,7 @@ class PipelineEngine:
             state = state if has_histories else state.without_histories()
             return replace(state, num_inferences=self._seeds.num_inferences)
         num_shards = self.transport.mesh.num_shards if self.model.is_split else 1
-        guard, known = self._guard, self.graphs.inputs
+        known = self.graphs.inputs
         state = RunState(
             self.options.seed,
             self.num_training_passes,
@@ -228,9 +221,6 @@ class PipelineEngine:
             num_shards,
             self._passes.input_states(is_validation_next=is_validation_next),
             tuple(known.seen.items()),
-            losses=guard.losses,
-            steps_since_jump=guard.num_steps,
-            was_exact=guard.was_exact,
             stale_norms=tuple(sorted(self.statistics.stale)),
             num_random_inputs=self.identity.num_random,
         )
@@ -254,13 +244,10 @@ class PipelineEngine:
 
     def resume(self, saved: SavedRun) -> None:
         """Continue a saved run; the first step on an input takes its saved histories."""
-        self._saved, state, guard = saved, saved.state, self._guard
+        self._saved, state = saved, saved.state
         self.num_training_passes = state.num_training_passes
         self._seeds.num_inferences = state.num_inferences
-        guard.losses, guard.num_steps = tuple(state.losses), state.steps_since_jump
-        guard.was_exact = state.was_exact
         self.statistics.stale = set(state.stale_norms)
-        self._has_jumped = self.options.guards_loss and state.steps_since_jump == 0
         self.model.preferred = state.stage_layers
 
     def _train(self, call: Call, inputs: Inputs, key: InputKey, agreed: Agreed) -> Any:
@@ -269,14 +256,14 @@ class PipelineEngine:
         self._state.begin()
         known, number = self.graphs.inputs, self.num_training_passes
         is_resumed = self._take_saved()
-        is_exact = self.controls.is_exact or agreed.has_jumped
+        is_exact = self.controls.is_exact
         if self.graphs.trained is None:
             self.graphs.cut(key.graph, inputs)
         mode = self._passes.mode(call, inputs, key.graph)
         key = key.reading(mode.layers.read_leaves(), mode.options, agreed.input)
         own = self.graphs.for_training(key, inputs, agreed.num_bytes)
         call = self.model.place_tables(call, inputs, mode, own.graph.plan, trains=True)
-        self._checks.chunks(own.graph, own.store.linear_scale)
+        self._checks.chunks(own.graph)
         needs_no_history = self._passes.needs_no_history(own.graph)
         if not needs_no_history and (is_resumed or known.saved):
             self._passes.take_saved(own, key.number, mode, is_resumed=is_resumed)
@@ -298,9 +285,6 @@ class PipelineEngine:
         order = self._passes.order(spec, self.step.step_index)
         schedule = add_transfers(fill_drain(self.transport.mesh.num_stages, order))
         running = TrainingPass(spec, own.store, self.model, schedule, is_exact=is_exact)
-        is_first = self._state.num_awaiting == 0
-        self._was_exact = is_exact and (is_first or bool(self._was_exact))
-        self._has_jumped = False
         if not is_exact and not needs_no_history:
             self._checks.rows(own, number, averages_weights=self.step.averages_weights)
         if not is_exact:
@@ -322,7 +306,7 @@ class PipelineEngine:
         return saved.state.num_training_passes > 0
 
     def _train_on_graphs(self, call: Call, inputs: Inputs) -> Any:
-        self._saved = self._was_exact = None  # batches of graphs have no histories
+        self._saved = None  # batches of graphs have no histories
         self._state.begin()
         mode = self.batches.mode(call, inputs)
         codecs = self._passes.cut_codecs[self.controls.is_exact]

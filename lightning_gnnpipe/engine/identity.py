@@ -92,10 +92,8 @@ class InputIdentity:
         self._owner, self._random_state = owner, random_state
         self._before = random_state() if self._needs_random else None
 
-    def of(
-        self, call: Call, inputs: Inputs, batch: Callable[[], int], *, only_graph: bool = False
-    ) -> InputKey:
-        """Return the key of a call on one graph; with `only_graph` only of edges and options."""
+    def of(self, call: Call, inputs: Inputs, batch: Callable[[], int]) -> InputKey:
+        """Return the key of a call on one graph."""
         self._needs_random = self._needs_random and not torch.is_grad_enabled()
         parts = {"option": text_fingerprint(repr((call.signature, self._cross_edges)))}
         names = tuple(f"'{name}'" for name in call.names)
@@ -103,17 +101,15 @@ class InputIdentity:
         graph = [inputs.num_nodes, *inputs.edge_sizes]
         for slot, (kind, name) in enumerate(zip(inputs.kinds, names, strict=True)):
             leaf, is_weight = call.leaves[slot], slot in call.weights
-            is_ignored = is_weight or (only_graph and kind is not Kind.EDGE_INDEX)
-            number = None if leaf.requires_grad or is_ignored else self._contents.of(leaf)
+            number = None if leaf.requires_grad or is_weight else self._contents.of(leaf)
             leaves.append(number)
-            if is_ignored:
+            if is_weight:
                 continue
             parts[name] = self._of_computed(leaf, batch) if number is None else number
             if kind is Kind.EDGE_INDEX:
                 graph.append(parts[name])
-        if not only_graph:
-            parts |= self._held.numbers()
-            parts["option of a layer"] = self._parts.number()
+        parts |= self._held.numbers()
+        parts["option of a layer"] = self._parts.number()
         return InputKey(fold(graph), tuple(leaves), parts, names)
 
     def end_pass(self) -> None:

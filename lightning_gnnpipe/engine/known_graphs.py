@@ -159,9 +159,7 @@ class GraphCache:
 
 _RANDOM = (
     "If they are new in every step, draw the random numbers in the module's forward, shaped like "
-    "its tensors (dropout, torch.rand_like). For small augmentation there is "
-    "GNNPipeStrategy(changing_inputs='allow'); with known labels among the inputs it leaks the "
-    "hidden ones."
+    "its tensors (dropout, torch.rand_like)."
 )
 _SAMPLED = (
     "If every batch is a new graph (NeighborLoader, dropped edges), no step is pipelined: train on "

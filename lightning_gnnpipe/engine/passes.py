@@ -164,12 +164,7 @@ class GraphPasses:
         return own if own.frozen == mode.frozen else None
 
     def order(self, spec: PassSpec, step: int) -> tuple[int, ...]:
-        return chunk_order(
-            spec.plan.num_chunks,
-            epoch=step,
-            seed=self._options.seed,
-            order=self._options.chunk_order,
-        )
+        return chunk_order(spec.plan.num_chunks, epoch=step, seed=self._options.seed)
 
     def input_states(self, *, is_validation_next: bool) -> tuple[InputState, ...]:
         """Return the checkpointed state of each input with histories, without rows."""

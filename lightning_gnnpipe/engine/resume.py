@@ -21,7 +21,7 @@ from lightning_gnnpipe.passing import CallKey
 from lightning_gnnpipe.staleness import name_method
 from lightning_gnnpipe.steps import Mode
 
-_VERSION = 16
+_VERSION = 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class InputState:
 class RunState:
     """State of a run between two steps, without weights and rows.
 
-    `seen`: recent inputs, each as number and last training pass. For the loss, norm and random
-    fields see `LossGuard`, `RunningStatistics` and `InputIdentity`.
+    `seen`: recent inputs, each as number and last training pass. For the norm and random fields
+    see `RunningStatistics` and `InputIdentity`.
     """
 
     seed: int
@@ -50,9 +50,6 @@ class RunState:
     num_shards: int
     inputs: tuple[InputState, ...]
     seen: tuple[tuple[int, int], ...]
-    losses: tuple[float, ...]
-    steps_since_jump: int
-    was_exact: bool
     stale_norms: tuple[str, ...]
     num_random_inputs: int
     version: int = _VERSION

@@ -15,7 +15,6 @@ from torch import Tensor
 from lightning_gnnpipe.graph.chunk import Chunk, cut_edges, moved
 from lightning_gnnpipe.graph.partition import check_assignment
 from lightning_gnnpipe.graph.shard import Shard, cut_shard, make_shard
-from lightning_gnnpipe.types import OrderName
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,15 +226,14 @@ def _assemble(
     return ChunkPlan(num_nodes, num_edges, perm, edge_of_slot[order], chunks, whole)
 
 
-def chunk_order(num_chunks: int, *, epoch: int, seed: int, order: OrderName) -> tuple[int, ...]:
+def chunk_order(num_chunks: int, *, epoch: int, seed: int) -> tuple[int, ...]:
     """Return the chunks in the order of the forward phase of training step `epoch`.
 
-    "shuffled" draws an order for each step, the same on every rank and in every run.
-    Source: GNNPipe (arXiv 2308.10087), technique 1, for "shuffled".
+    Each step draws an order, the same on every rank and in every run.
+    Source: GNNPipe (arXiv 2308.10087), technique 1.
     """
     chunks = list(range(num_chunks))
-    if order == "shuffled":
-        Random(f"chunk order {seed} {epoch}").shuffle(chunks)
+    Random(f"chunk order {seed} {epoch}").shuffle(chunks)
     return tuple(chunks)
 
 

@@ -19,7 +19,6 @@ from lightning_gnnpipe.types import (
     CHUNKS_PER_STAGE,
     Balance,
     CrossChunkEdges,
-    OrderName,
     Partition,
     RepeatOption,
     ScheduleName,
@@ -52,7 +51,6 @@ class EngineOptions:
 
     chunks: ChunkOptions
     histories: HistoryOptions
-    chunk_order: OrderName
     balance: Balance
     seed: int  # of chunk orders and of random numbers in layers; equal on all ranks
     is_fitting: bool
@@ -61,8 +59,6 @@ class EngineOptions:
     repeat_encoder: RepeatOption = "auto"  # recompute cheap values on stages, not receive them
     schedule: ScheduleName = "fill_drain"
     num_virtual: int = 1  # stages of each rank, if there are several ranks
-    guards_loss: bool = True  # a jump of the training loss makes the next step exact
-    allows_changes: bool = False  # steps may read histories of other inputs
 
 
 class Partitioner:

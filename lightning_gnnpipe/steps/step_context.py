@@ -108,7 +108,6 @@ class Agreed(NamedTuple):
     """Facts of a step, merged over all ranks; any rank's flags count."""
 
     is_lost: bool
-    has_jumped: bool
     input: int
     num_bytes: int
 
@@ -123,25 +122,24 @@ def agree(
     *,
     is_training: bool,
     is_lost: bool,
-    has_jumped: bool,
     input_number: int = 0,
     num_bytes: int = 0,
 ) -> Agreed:
     """Exchange facts of a step; refuse different steps or batches in a replica; collective."""
     loss_bits = struct.unpack("<q", struct.pack("<d", loss))[0]
     number = batch() if transport.world.is_distributed else 0
-    own = (number, loss_bits, graph, signals.received, is_lost, has_jumped, input_number, num_bytes)
+    own = (number, loss_bits, graph, signals.received, is_lost, input_number, num_bytes)
     what = f"{'train' if is_training else 'evaluate'} the pipelined module"
     ranks = reads.meet(what, list(map(int, own)))
     size = transport.world.replica_size
     for start in range(0, len(ranks), size):
         _compare(ranks[start : start + size])
-    _, _, _, received, lost, jumped, inputs, sizes = zip(*ranks, strict=True)
+    _, _, _, received, lost, inputs, sizes = zip(*ranks, strict=True)
     for bits in received:
         signals.agreed |= bits
     # Tensors computed on each rank may differ in their last bits.
     shared = inputs[0] if len(set(inputs)) == 1 else fold(inputs)
-    return Agreed(any(lost), any(jumped), shared, max(sizes))
+    return Agreed(any(lost), shared, max(sizes))
 
 
 def _compare(ranks: Sequence[Sequence[int]]) -> None:

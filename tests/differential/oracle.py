@@ -49,9 +49,7 @@ class Oracle(L.Callback):
                     self.oracles[key] = oracle
                 self.seen.add(key)
                 return oracle.exact(x, *args)
-            order = chunk_order(
-                self.num_chunks, epoch=loop.total_batch_idx, seed=self.seed, order="shuffled"
-            )
+            order = chunk_order(self.num_chunks, epoch=loop.total_batch_idx, seed=self.seed)
             return self.oracles[key].chunked(x, *args, order=order)
 
         net.forward = forward

@@ -49,7 +49,7 @@ class Setting:
 
 
 _EXACT = "[StalenessWarmup(1000)]"
-_PIPED = "num_chunks=4, partition=torch.arange(NODES) % 4, staleness='constant', guard=False"
+_PIPED = "num_chunks=4, partition=torch.arange(NODES) % 4, staleness='constant'"
 SETTINGS = {
     one.name: one
     for one in (

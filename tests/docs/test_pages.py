@@ -21,12 +21,10 @@ NAMES = [name for name in lightning_gnnpipe.__all__ if not name.startswith("_")]
 KINDS = {
     "staleness": types.StalenessName,
     "codec": types.CodecName,
-    "chunk_order": types.OrderName,
     "schedule": types.ScheduleName,
     "partition": types.PartitionMethod,
     "cross_chunk_edges": types.CrossChunkEdges,
     "how": RefreshHow,
-    "changing_inputs": types.ChangingInputs,
 }
 CHOICES = [(option, value) for option, kind in KINDS.items() for value in get_args(kind)]
 INSTEAD = {

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from lightning_gnnpipe import StalenessMonitor
 from lightning_gnnpipe.graph import chunk_order
-from lightning_gnnpipe.types import OrderName
 from tests.helpers.graphs import GraphCase, case_of
 from tests.helpers.launch import SEED, run_fit
 from tests.helpers.modules import NETS, ReferenceModule
@@ -57,7 +56,6 @@ refreshes = st.builds(
     name=st.sampled_from(sorted(NETS)),
     optimizer=st.sampled_from(["sgd", "momentum"]),
     num_stages=st.sampled_from([1, 1, 1, 2, 3]),
-    order=st.sampled_from(["shuffled", "fixed"]),
     scale=st.sampled_from([0.0, 1.0, 2.0, "drift"]),
     refresh=refreshes,
     recompute=st.booleans(),
@@ -70,7 +68,6 @@ def test_any_run_equals_the_oracle(
     name: str,
     optimizer: str,
     num_stages: int,
-    order: OrderName,
     scale: Scale,
     refresh: Refresh,
     recompute: bool,
@@ -84,7 +81,7 @@ def test_any_run_equals_the_oracle(
         oracle,
         case.data,
         case.partition,
-        orders=lambda epoch: chunk_order(case.num_chunks, epoch=epoch, seed=SEED, order=order),
+        orders=lambda epoch: chunk_order(case.num_chunks, epoch=epoch, seed=SEED),
         refresh=refresh,
         num_epochs=NUM_EPOCHS,
         cross_chunk_grad_scale=scale_of(scale, name, case),
@@ -101,7 +98,7 @@ def test_any_run_equals_the_oracle(
             max_epochs=NUM_EPOCHS,
             tmp_path=Path(folder),
             trainer_kwargs={"limit_val_batches": 1.0 if validate else 0},
-            strategy_kwargs={"chunk_order": order, "recompute": recompute, "balance": balance},
+            strategy_kwargs={"recompute": recompute, "balance": balance},
             method=method(scale),
         )
     assert_steps_equal(fit.steps, expected)

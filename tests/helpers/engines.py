@@ -11,7 +11,7 @@ from lightning_gnnpipe.comm import Meter, Transport, World
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.staleness import METHODS, HistoryOptions, StalenessMethod
 from lightning_gnnpipe.steps import ChunkOptions, Controls, EngineOptions
-from lightning_gnnpipe.types import CrossChunkEdges, OrderName
+from lightning_gnnpipe.types import CrossChunkEdges
 from tests.helpers.device import DEVICE
 
 
@@ -20,7 +20,6 @@ def one_process_engine(
     *,
     partition: Tensor | str = "metis",
     num_chunks: int | str = "auto",
-    chunk_order: OrderName = "shuffled",
     method: StalenessMethod = METHODS["constant"],
     recompute: bool = False,
     history_dtype: torch.dtype | None = None,
@@ -29,7 +28,6 @@ def one_process_engine(
     rank: int = 0,
     num_shards: int = 1,
     cross_edges: CrossChunkEdges = "keep",
-    allows_changes: bool = False,
 ) -> PipelineEngine:
     """Return an engine that trains `module` in the chunks of `partition`, `[num_nodes]`.
 
@@ -41,11 +39,9 @@ def one_process_engine(
     options = EngineOptions(
         chunks=ChunkOptions(num_chunks, partition, seed=0, cross_edges=cross_edges),
         histories=HistoryOptions(method, recompute, history_dtype, history_device),
-        chunk_order=chunk_order,
         balance="uniform",
         seed=0,
         is_fitting=True,
         self_check=self_check,
-        allows_changes=allows_changes,
     )
     return PipelineEngine(module, transport, options, Controls())

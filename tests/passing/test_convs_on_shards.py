@@ -20,13 +20,13 @@ from tests.helpers.engines import one_process_engine
 from tests.helpers.reference import StaleOracle
 from tests.helpers.splines import spline_basis, spline_weighting
 from tests.passing.test_convs import (
-    ORDER,
     OWN,
     PARTITION,
     assert_same,
     assert_step,
     make_batch,
     move,
+    next_order,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:We do not recommend using the non-optimized CPU")
@@ -57,16 +57,14 @@ def check(case: ConvCase, rank: int) -> None:
     batch = make_batch(case=case)
     net, inputs = ConvNet(case, batch), list(batch.values())
     oracle = StaleOracle(net, PARTITION)
-    engine = one_process_engine(
-        net, partition=PARTITION, chunk_order="fixed", rank=rank, num_shards=NUM_SHARDS
-    )
+    engine = one_process_engine(net, partition=PARTITION, rank=rank, num_shards=NUM_SHARDS)
     if case.conv in REFUSED:
         with pytest.raises(UnsupportedError, match=f"graph_parallel.*{case.conv}"):
             engine.forward((), batch)
         return
     assert_step(engine, batch, net, oracle.exact(*inputs))
     move(net, 0.1)
-    assert_step(engine, batch, net, oracle.chunked(*inputs, order=ORDER))
+    assert_step(engine, batch, net, oracle.chunked(*inputs, order=next_order(engine)))
     with torch.no_grad():
         assert_same(engine.forward((), batch), net(*inputs))
 

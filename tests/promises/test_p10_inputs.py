@@ -253,14 +253,6 @@ def test_validation_is_given_what_training_is_although_it_reads_less() -> None:
         assert own.state is RowState.RENEWED
 
 
-def test_where_changes_are_allowed_steps_stay_pipelined() -> None:
-    steps, exact = Steps(allows_changes=True), []
-    for x in X:
-        steps.net(x, EDGES).sum().backward()
-        exact.append(steps.was_exact)
-    assert exact == [True, False, False]
-
-
 @pytest.mark.parametrize("bound", ["_MOST_KEPT", "_MOST_BYTES"])
 def test_inputs_beyond_the_bound_run_exactly_and_those_kept_stay(
     bound: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -13,7 +13,6 @@ import torch
 from lightning_gnnpipe import EmbeddingRefresh, StalenessWarmup
 from lightning_gnnpipe.graph import chunk_order
 from lightning_gnnpipe.staleness import METHODS, StalenessMethod
-from lightning_gnnpipe.types import OrderName
 from tests.helpers.attention import ATTENTION_NETS
 from tests.helpers.cases import covering, name_of, slow, some
 from tests.helpers.graphs import GraphCase, all_cases, communities
@@ -71,7 +70,6 @@ def assert_equals_oracle(
     name: str = "gcn",
     num_stages: int = 1,
     num_shards: int = 1,
-    order: OrderName = "shuffled",
     rule: str = "live",
     scale: Scale = 1.0,
     optimizer: str = "momentum",
@@ -86,7 +84,7 @@ def assert_equals_oracle(
         oracle,
         case.data,
         case.partition,
-        orders=lambda epoch: chunk_order(case.num_chunks, epoch=epoch, seed=SEED, order=order),
+        orders=lambda epoch: chunk_order(case.num_chunks, epoch=epoch, seed=SEED),
         refresh=RULES[rule],
         num_epochs=NUM_EPOCHS,
         cross_chunk_grad_scale=scale_of(scale, name, case),
@@ -103,7 +101,7 @@ def assert_equals_oracle(
         max_epochs=NUM_EPOCHS,
         tmp_path=tmp_path,
         trainer_kwargs={"limit_val_batches": 1.0 if validate else 0},
-        strategy_kwargs={"chunk_order": order, **strategy},
+        strategy_kwargs=strategy,
         method=method(scale),
     )
     assert_steps_equal(fit.steps, expected)
@@ -113,9 +111,9 @@ def assert_equals_oracle(
 
 # The product of all options on one stage; the models take turns. One in eleven has every value.
 OPTIONS = [
-    (num_chunks, {"order": order, "rule": rule, "scale": scale, "name": name})
-    for (num_chunks, order, rule, scale), name in zip(
-        product([1, 2, 5, 16], ["fixed", "shuffled"], RULES, SCALES), cycle(NETS), strict=False
+    (num_chunks, {"rule": rule, "scale": scale, "name": name})
+    for (num_chunks, rule, scale), name in zip(
+        product([1, 2, 5, 16], RULES, SCALES), cycle(NETS), strict=False
     )
 ]
 AGAIN: dict[str, Any] = {"recompute": True, "validate": True}
@@ -148,16 +146,16 @@ def test_small_graphs_equal_oracle(
         slow("gcn", 2, 5, {}),
         ("gcnii", 2, 5, {"rule": "warmup_snapshot", "scale": "drift"}),
         ("gat_jk", 3, 16, {"scale": "drift"}),
-        ("sage", 2, 16, {"order": "fixed", "rule": "snapshot", "scale": 2.0, "optimizer": "sgd"}),
+        ("sage", 2, 16, {"rule": "snapshot", "scale": 2.0, "optimizer": "sgd"}),
         slow("gcnii", 2, 2, {"rule": "exact", "scale": 2.0, "optimizer": "adam"}),
         slow("gat_jk", 2, 5, {"rule": "warmup_snapshot"}),
         slow("edge", 2, 16, {"rule": "warmup", "scale": 2.0, "optimizer": "sgd"}),
-        ("gcn", 2, 1, {"order": "fixed", "rule": "warmup_exact", "optimizer": "adam"}),
+        ("gcn", 2, 1, {"rule": "warmup_exact", "optimizer": "adam"}),
         slow("gcnii", 3, 5, {"scale": 2.0}),
         slow("gcn", 3, 16, {"rule": "snapshot", "optimizer": "adam"}),
-        ("sage", 3, 2, {"order": "fixed", "rule": "warmup"}),
+        ("sage", 3, 2, {"rule": "warmup"}),
         ("gat_jk", 3, 16, {"rule": "exact", "scale": 2.0, "optimizer": "sgd"}),
-        slow("edge", 3, 5, {"order": "fixed", "rule": "warmup_exact", "scale": 2.0}),
+        slow("edge", 3, 5, {"rule": "warmup_exact", "scale": 2.0}),
         slow("gcnii", 3, 1, {"rule": "warmup_snapshot", "optimizer": "sgd"}),
         # activations that are computed again, and validation between the steps
         ("gcnii", 2, 5, {"rule": "warmup_snapshot", "scale": "drift", **AGAIN}),

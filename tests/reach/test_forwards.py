@@ -83,7 +83,7 @@ def train_by_oracle(kind: str, *, is_exact: bool) -> Module:
     oracles = [StaleOracle(module.net, CASE.partition) for _ in views(kind, 0)]
     optimizer = module.configure_optimizers()
     for step in range(NUM_STEPS):
-        order = chunk_order(CASE.num_chunks, epoch=step, seed=SEED, order="shuffled")
+        order = chunk_order(CASE.num_chunks, epoch=step, seed=SEED)
         found = []
         for call, (oracle, view) in enumerate(zip(oracles, views(kind, step), strict=True)):
             is_new = step == 0 or (kind == "shuffled" and call == 1)
