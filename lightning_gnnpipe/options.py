@@ -34,7 +34,6 @@ from lightning_gnnpipe.types import (
     Partition,
     PartitionMethod,
     RepeatOption,
-    ScheduleName,
     StalenessName,
     StartMethod,
 )
@@ -46,7 +45,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "start_method": get_args(StartMethod),
     "staleness": get_args(StalenessName),
     "history_dtype": get_args(DtypeName),
-    "schedule": get_args(ScheduleName),
 }
 _OTHER_VALUES: dict[str, Any] = {
     "partition": Tensor,
@@ -74,8 +72,6 @@ class StrategyOptions:
     cut_codec: CodecOption = "fp32"
     async_halo: bool = False
     repeat_encoder: RepeatOption = "auto"
-    schedule: ScheduleName = "fill_drain"
-    num_virtual: int = 2
     recompute: bool = False
     history_dtype: torch.dtype | DtypeName | None = None
     history_device: torch.device | str | None = None
@@ -124,7 +120,6 @@ class StrategyOptions:
                 "`gnnpipe plan --num_devices N`.",
             ),
             ("data_parallel", "1 trains a single pipeline."),
-            ("num_virtual", "The default is 2."),
         ):
             if not _is_count(getattr(self, name)):
                 _refuse(f"'{name}' to be at least 1", repr(getattr(self, name)), remedy)
@@ -171,9 +166,6 @@ class StrategyOptions:
         if self.num_stages == 1:
             names, why = ("cut_codec", "repeat_encoder"), "there is only one stage"
             self._refuse_given(names, "num_stages=1", why, "use num_stages='auto'")
-        if self.schedule != "interleaved":
-            setting, why = f"schedule={self.schedule!r}", "each rank has one stage"
-            self._refuse_given(("num_virtual",), setting, why, "use schedule='interleaved'")
 
     def _refuse_given(self, names: tuple[str, ...], setting: str, why: str, use: str) -> None:
         for name in filter(self._is_given, names):
@@ -204,9 +196,7 @@ class StrategyOptions:
     @property
     def for_graphs(self) -> str:
         """The option that requires batches of graphs; "" if there is none."""
-        if self.data_parallel > 1:
-            return f"data_parallel={self.data_parallel}"
-        return "" if self.schedule == "fill_drain" else f"schedule={self.schedule!r}"
+        return f"data_parallel={self.data_parallel}" if self.data_parallel > 1 else ""
 
     @property
     def messages(self) -> MessageOptions:
@@ -240,8 +230,6 @@ class StrategyOptions:
             self_check=self.self_check,
             messages=self.messages,
             repeat_encoder=self.repeat_encoder,
-            schedule=self.schedule,
-            num_virtual=self.num_virtual if self.schedule == "interleaved" else 1,
         )
 
     def resolve_layout(self, world_size: int) -> tuple[int, int]:

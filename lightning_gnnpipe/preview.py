@@ -32,8 +32,8 @@ from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.planning import PipelinePlan, plan_pipeline
 from lightning_gnnpipe.stages import find_pipelined
 from lightning_gnnpipe.strategy import GNNPipeStrategy
+from lightning_gnnpipe.trainer.random_state import random_state, set_random_state
 from lightning_gnnpipe.trainer.refuse import refuse_import
-from lightning_gnnpipe.trainer.replay import random_state, set_random_state
 from lightning_gnnpipe.user_code import at, line_of
 
 _MOST_NODES = 2000  # of the part of a graph

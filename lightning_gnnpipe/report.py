@@ -22,7 +22,6 @@ from torch import nn
 
 from lightning_gnnpipe.chunks import LayerNames, PipelineStats, TraceEvent, phases
 from lightning_gnnpipe.errors import ConfigError, explain
-from lightning_gnnpipe.schedule import Action, Op
 from lightning_gnnpipe.stages import Stage
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORWARD, BACKWARD, IDLE = "#4477aa", "#c8553d", "#d5d5d5"
-NAMES = {Op.F: "forward", Op.B: "backward"}
 COLOURS = {"forward": FORWARD, "backward": BACKWARD, "idle (bubble)": IDLE}
 
 _LEAST_INCHES, _MOST_INCHES = 12.0, 26.0
@@ -60,11 +58,10 @@ def check_matplotlib() -> None:
 def timeline_title(stats: PipelineStats, epoch: int | None = None) -> str:
     """Return one line about the step, with its idle share.
 
-    At best that share is (R - 1) / (V K + R - 1): R ranks of V stages, equal costs, free transfers.
+    At best that share is (S - 1) / (K + S - 1), with equal costs and free transfers.
     """
     stages, chunks = stats.num_stages, stats.num_chunks
-    num_places = stages // stats.num_virtual
-    least = (num_places - 1) / (chunks * stats.num_virtual + num_places - 1)
+    least = (stages - 1) / (chunks + stages - 1)
     kind = "exact step" if stats.is_exact else f"{chunks} chunk{'s' if chunks > 1 else ''}"
     start = "" if epoch is None else f"Epoch {epoch}: "
     replicas = f"{stats.num_replicas} replicas of " if stats.num_replicas > 1 else ""
@@ -75,34 +72,32 @@ def timeline_title(stats: PipelineStats, epoch: int | None = None) -> str:
 
 
 def draw_timeline(events: Sequence[TraceEvent], title: str) -> Figure:
-    """Return a picture of the compute actions in `events`."""
+    """Return a picture of `events`."""
     check_matplotlib()
     from matplotlib.figure import Figure
 
-    boxes = [(e, action) for e in events if (action := Action.parse(e.action)).op.is_compute]
-    if not boxes:
+    if not events:
         raise ConfigError(
-            expected="forward or backward actions in the trace",
+            expected="chunks in the trace",
             found="none",
             remedy="Finish a training step first.",
         )
-    computed = [event for event, _ in boxes]
-    span_us = max(e.end_us for e in computed) - min(e.start_us for e in computed)
-    num_ranks = max(e.rank for e in computed) + 1
-    inches_per_us, font_size = _scale(boxes, span_us)
+    span_us = max(e.end_us for e in events) - min(e.start_us for e in events)
+    num_ranks = max(e.rank for e in events) + 1
+    inches_per_us, font_size = _scale(events, span_us)
     width = inches_per_us * span_us + _MARGIN_INCHES
     figure = Figure(figsize=(width, 1.7 + 0.55 * num_ranks), layout="constrained")
     axes = figure.subplots()
-    _draw_phases(axes, computed, num_ranks)
-    _draw_boxes(axes, boxes, inches_per_us, font_size)
-    _label(figure, axes, title, num_ranks, computed)
+    _draw_phases(axes, events, num_ranks)
+    _draw_boxes(axes, events, inches_per_us, font_size)
+    _label(figure, axes, title, num_ranks, events)
     return figure
 
 
-def _scale(boxes: Sequence[tuple[TraceEvent, Action]], span_us: float) -> tuple[float, int]:
+def _scale(events: Sequence[TraceEvent], span_us: float) -> tuple[float, int]:
     """Return inches per microsecond, and a font size at which most numbers fit their boxes."""
-    digits = max(len(str(action.chunk)) for _, action in boxes)
-    widths_us = sorted(event.end_us - event.start_us for event, _ in boxes)
+    digits = max(len(str(event.chunk)) for event in events)
+    widths_us = sorted(event.end_us - event.start_us for event in events)
     usual_us = widths_us[len(widths_us) // 5]  # four in five are at least as wide
     least, most = ((inches - _MARGIN_INCHES) / span_us for inches in (_LEAST_INCHES, _MOST_INCHES))
     needed = (digits * _FONT_SIZES[1] * _DIGIT_WIDTH + _PADDING_INCHES) / max(usual_us, 1e-9)
@@ -125,20 +120,20 @@ def _draw_phases(axes: Axes, events: Sequence[TraceEvent], num_ranks: int) -> No
 
 def _draw_boxes(
     axes: Axes,
-    boxes: Sequence[tuple[TraceEvent, Action]],
+    events: Sequence[TraceEvent],
     inches_per_us: float,
     font_size: int,
 ) -> None:
-    for event, action in boxes:
+    for event in events:
         width_us = event.end_us - event.start_us
         axes.broken_barh(
             [(event.start_us / 1e3, width_us / 1e3)],
             (event.rank - _BAR_HEIGHT / 2, _BAR_HEIGHT),
-            facecolor=COLOURS[NAMES[action.op]],
+            facecolor=COLOURS[event.phase],
             edgecolor="white",
             linewidth=0.5,
         )
-        text, width = str(action.chunk), width_us * inches_per_us
+        text, width = str(event.chunk), width_us * inches_per_us
         is_upright = len(text) * font_size * _DIGIT_WIDTH <= width
         if is_upright or font_size * _DIGIT_HEIGHT <= width:
             place = (event.start_us + width_us / 2) / 1e3, event.rank
@@ -197,8 +192,7 @@ def _event(kind: str, thread: int, name: str, **more: Any) -> dict[str, Any]:
 
 def _phases(stats: PipelineStats) -> list[dict[str, Any]]:
     found = phases(stats.events)
-    names = ("forward", "backward") if len(found) == 2 else ("forward and backward",)
-    named = list(zip(names, found, strict=False))
+    named = list(zip(("forward", "backward"), found, strict=False))
     if len(found) == 2:
         named.append(("outputs, loss", (found[0][1], max(found[0][1], found[1][0]))))
     return [
@@ -209,10 +203,10 @@ def _phases(stats: PipelineStats) -> list[dict[str, Any]]:
 def _actions(stats: PipelineStats) -> list[dict[str, Any]]:
     found = []
     for event in stats.events:
-        action = Action.parse(event.action)
-        name, time = f"{action.op.value}{action.chunk}", event.end_us - event.start_us
-        args = {"stage": action.stage, "chunk": action.chunk, "wait_us": event.wait_us}
-        span = {"cat": NAMES[action.op], "ts": event.start_us, "dur": time, "args": args}
+        name, time = f"{event.phase[0].upper()}{event.chunk}", event.end_us - event.start_us
+        stage = event.rank // stats.num_shards % stats.num_stages
+        args = {"stage": stage, "chunk": event.chunk, "wait_us": event.wait_us}
+        span = {"cat": event.phase, "ts": event.start_us, "dur": time, "args": args}
         found.append(_event("X", 1 + event.rank, name, **span))
     return found
 

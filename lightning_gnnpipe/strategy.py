@@ -37,7 +37,6 @@ from lightning_gnnpipe.types import (
     DtypeName,
     Partition,
     RepeatOption,
-    ScheduleName,
     StalenessName,
     StartMethod,
 )
@@ -85,11 +84,6 @@ class GNNPipeStrategy(LightningStrategy):
             as GCNII's X_0, instead of receiving it. True: wherever that is possible. "auto": where
             it sends fewer bytes and uses at most 128 weights for each byte of a row. Not for
             batches of many graphs.
-        schedule: Order of the micro-batches of a batch of graphs. "fill_drain": all forward, then
-            all backward. "1f1b": backward as soon as possible, so that a rank keeps activations of
-            at most S of them; the last rank evaluates `training_step` for each. "interleaved": the
-            same with several stages per rank, which idle less and send more.
-        num_virtual: Stages of each rank if interleaved, V, assigned to the ranks in turn.
         recompute: Recompute activations in backward instead of keeping them: less memory, more
             time, the same numbers, dropout included.
         history_dtype: Dtype of histories, such as `torch.bfloat16`. None: as computed.
@@ -130,8 +124,6 @@ class GNNPipeStrategy(LightningStrategy):
         cut_codec: CodecOption = "fp32",
         async_halo: bool = False,
         repeat_encoder: RepeatOption = "auto",
-        schedule: ScheduleName = "fill_drain",
-        num_virtual: int = 2,
         recompute: bool = False,
         history_dtype: torch.dtype | DtypeName | None = None,
         history_device: torch.device | str | None = None,
@@ -267,37 +259,27 @@ class GNNPipeStrategy(LightningStrategy):
         self._replicas.share_buffers(self.engine)
         self.engine.abandon()
         self.engine.set_step(is_validating=True)
-        self._host.begin_stream()
+        self._host.take_over()
 
     def on_test_start(self) -> None:
-        self._host.begin_stream()
+        self._host.take_over()
 
     def on_predict_start(self) -> None:
         self.engine.set_step(is_uneven=self._replicas.are_several)
-        self._host.begin_stream()
+        self._host.take_over()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._host.step_of_stream(args[0]):
-            return super().validation_step(*args, **kwargs)
+        return self._host.evaluation_step(partial(super().validation_step, **kwargs), args)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._host.step_of_stream(args[0]):
-            return super().test_step(*args, **kwargs)
+        return self._host.evaluation_step(partial(super().test_step, **kwargs), args)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._host.step_of_stream(args[0]):
-            return super().predict_step(*args, **kwargs)
+        return self._host.evaluation_step(partial(super().predict_step, **kwargs), args)
 
     def on_validation_end(self) -> None:
-        self._host.end_stream()
         self.engine.set_step(is_validating=False)
         self.engine.note_validation()
-
-    def on_test_end(self) -> None:
-        self._host.end_stream()
-
-    def on_predict_end(self) -> None:
-        self._host.end_stream()
 
     # Collectives.
 

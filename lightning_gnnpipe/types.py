@@ -28,10 +28,10 @@ CodecName = Literal["fp32", "bf16", "int8", "int1"]
 CodecOption = CodecName | tuple[CodecName, CodecName]  # of rows, and of their gradients
 DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
 StalenessName = Literal["drift", "constant", "gnnpipe"]
-ScheduleName = Literal["fill_drain", "1f1b", "interleaved"]
 RepeatOption = bool | Literal["auto"]
 Balance = Literal["measured", "uniform"] | Sequence[int]  # or the layers of each stage
 CrossChunkEdges = Literal["keep", "drop"]
+Phase = Literal["forward", "backward"]
 TrafficKind = Literal[
     "forward",
     "backward",

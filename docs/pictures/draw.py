@@ -1,7 +1,4 @@
-"""Draw the pictures of the documentation: `python docs/pictures/draw.py` writes them beside itself.
-
-Schedules are those that the package builds and simulates; nothing is drawn by hand that it knows.
-"""
+"""Draw the pictures of the documentation beside this file: `python docs/pictures/draw.py`."""
 
 from __future__ import annotations
 
@@ -19,8 +16,6 @@ from svg import (
     Picture,
     Point,
 )
-
-from lightning_gnnpipe.schedule import Op, fill_drain, simulate
 
 FOLDER = Path(__file__).parent
 ORDER = (2, 0, 3, 1)
@@ -92,11 +87,11 @@ def _layer(picture: Picture, left: Point, size: Point, colour: str) -> None:
 
 
 def draw_schedule(num_stages: int, order: tuple[int, ...]) -> Picture:
-    """Return the compute actions of a step in unit time, idle time in grey."""
-    timeline = simulate(fill_drain(num_stages, order))
+    """Return the chunks' computations of a step in unit time, idle time in grey."""
     cell, left, top, height, gap = 42.0, 90.0, 58.0, 36.0, 70.0
-    half = round(timeline.span) // 2
-    width = left + cell * timeline.span + gap + 20
+    half = len(order) + num_stages - 1  # time units of a phase
+    span = 2 * half
+    width = left + cell * span + gap + 20
     picture = Picture(width, top + 48 * num_stages + 50, "A training step of the pipeline")
 
     def x_of(time: float) -> float:
@@ -111,12 +106,11 @@ def draw_schedule(num_stages: int, order: tuple[int, ...]) -> Picture:
         picture.text((left - 12, y + height / 2), f"stage {stage}", 13, INK, "end")
         for start in (0.0, float(half)):
             picture.box((x_of(start), y), (cell * half, height), IDLE)
-    for event in timeline.events:
-        action = event.action
-        y = top + 48 * (num_stages - 1 - action.stage)
-        colour = FORWARD if action.op is Op.F else BACKWARD
-        picture.box((x_of(event.start) + 1, y), (cell - 2, height), colour)
-        picture.text((x_of(event.start) + cell / 2, y + height / 2), str(action.chunk), 15, PAPER)
+        for place, chunk in enumerate(order):
+            start = place + stage
+            for x, colour in ((x_of(start), FORWARD), (x_of(span - 1 - start), BACKWARD)):
+                picture.box((x + 1, y), (cell - 2, height), colour)
+                picture.text((x + cell / 2, y + height / 2), str(chunk), 15, PAPER)
     bottom = top + 48 * num_stages - 12
     middle = left + cell * half + gap / 2
     picture.text((middle, (top + bottom) / 2 - 9), "your", 12, MUTED)
@@ -124,7 +118,7 @@ def draw_schedule(num_stages: int, order: tuple[int, ...]) -> Picture:
     picture.line([(left, bottom + 18), (width - 20, bottom + 18)], is_arrow=True)
     picture.text((width - 20, bottom + 36), "time", 12, MUTED, "end")
     picture.box((left, bottom + 30), (14, 14), IDLE)
-    share = f"{timeline.bubble_frac:.0%}"
+    share = f"{(num_stages - 1) / half:.0%}"
     legend = f"idle: (S - 1) / (K + S - 1) = {share}; a number is a chunk"
     picture.text((left + 22, bottom + 37), legend, 12, MUTED, "start")
     return picture

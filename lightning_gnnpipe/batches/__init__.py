@@ -1,4 +1,3 @@
-"""Mini-batches of small graphs: training by 1F1B or interleaved stages, and inference."""
+"""Mini-batches of small graphs: training and inference in micro-batches of whole graphs."""
 
-from lightning_gnnpipe.batches.batches import BatchPasses, check_replicas, check_schedule
-from lightning_gnnpipe.batches.stream import BatchStream
+from lightning_gnnpipe.batches.batches import BatchPasses, check_replicas

@@ -1,6 +1,6 @@
 """Passes over a mini-batch of graphs: micro-batches of whole graphs, without histories.
 
-    the user's batch -> graphs, by work -> micro-batches -> the schedule of a pass -> rows put back
+    the user's batch -> graphs, by work -> micro-batches -> the stages, in turn -> rows put back
 
 No plan is cached: batches differ from step to step.
 """
@@ -8,12 +8,20 @@ No plan is cached: batches differ from step to step.
 from __future__ import annotations
 
 import logging
-from functools import lru_cache
 
-from lightning_gnnpipe.batches.early import AlternatingPass, EarlyLoss
+import torch
+from torch import Tensor
+
 from lightning_gnnpipe.calls import Call, Inputs
-from lightning_gnnpipe.chunks import BatchInputs, PassSpec, StepCosts, measure_batch
-from lightning_gnnpipe.codecs import Codecs
+from lightning_gnnpipe.chunks import (
+    BatchInputs,
+    PassSpec,
+    Step,
+    StepCosts,
+    measure_batch,
+    own_random_stream,
+)
+from lightning_gnnpipe.codecs import Codecs, get_codecs
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import ConfigError, Fallbacks, UnsupportedError
 from lightning_gnnpipe.graph import BatchPlan, plan_micro_batches
@@ -21,13 +29,12 @@ from lightning_gnnpipe.layers import (
     NativeContext,
     check_graph_batches,
     check_norms,
+    intercept,
     uses_batch_statistics,
 )
-from lightning_gnnpipe.schedule import Schedule, add_transfers, fill_drain, interleaved
 from lightning_gnnpipe.selfcheck import check_graphs, norms_without_batch
 from lightning_gnnpipe.stages import Layers
 from lightning_gnnpipe.steps import EngineOptions, Mode, PassSeeds, PipelinedModel, TrainingPass
-from lightning_gnnpipe.types import ScheduleName
 
 log = logging.getLogger(__name__)
 
@@ -42,28 +49,6 @@ def check_replicas(num_replicas: int) -> None:
         )
 
 
-def check_schedule(name: ScheduleName) -> None:
-    """Raise `UnsupportedError` unless `name` is "fill_drain", the only schedule for one graph."""
-    if name != "fill_drain":
-        raise UnsupportedError(
-            expected=f"batches of graphs where schedule={name!r}",
-            found="one graph; its chunks depend on each other, so none can run backward "
-            "before all have run forward",
-            remedy="Use schedule='fill_drain'.",
-        )
-
-
-@lru_cache(maxsize=64)
-def make_schedule(
-    name: ScheduleName, num_ranks: int, num_virtual: int, num_chunks: int
-) -> Schedule:
-    """Return the schedule of `num_chunks` micro-batches, `num_virtual` stages on each rank."""
-    if name == "fill_drain":
-        return add_transfers(fill_drain(num_ranks, range(num_chunks)))
-    # 1F1B: one stage per rank
-    return add_transfers(interleaved(num_ranks, num_virtual, num_chunks))
-
-
 class BatchPasses:
     """Prepares passes over mini-batches of graphs."""
 
@@ -76,10 +61,6 @@ class BatchPasses:
     ) -> None:
         self._model, self._transport = model, transport
         self._options, self._seeds = options, seeds
-        self._alternates = options.schedule != "fill_drain"
-        # Whether this rank needs the loss before all outputs are computed.
-        self.needs_loss = self._alternates and transport.mesh.is_last
-        self.early_loss = EarlyLoss()
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
         self._has_met_several = False  # graphs in a batch
 
@@ -149,32 +130,31 @@ class BatchPasses:
 
     def training(self, mode: Mode, call: Call, inputs: Inputs, codecs: Codecs) -> TrainingPass:
         """Return the training pass over the batch."""
-        spec = self.open_pass(mode, call, inputs, is_training=True, codecs=codecs)
-        num_stages = self._transport.mesh.num_stages
-        schedule = make_schedule(
-            self._options.schedule, num_stages, len(spec.stages), spec.plan.num_chunks
-        )
-        if not self._alternates:
-            return TrainingPass(spec, None, self._model, schedule, is_exact=codecs.is_exact)
-        return AlternatingPass(
-            spec,
-            self._model,
-            schedule,
-            self.early_loss,
-            mode.layers.rebuild_output,
-            is_exact=codecs.is_exact,
-        )
+        spec = self._open(mode, call, inputs, is_training=True, codecs=codecs)
+        return TrainingPass(spec, None, self._model, is_exact=codecs.is_exact)
 
-    def open_pass(
+    def run_exact(self, call: Call, inputs: Inputs) -> tuple[Mode, list[Tensor]]:
+        """Return the outputs of a pass without gradients, `[num_rows, *]`, on every rank."""
+        with self._transport.meter.paused():
+            mode, codecs = self.mode(call, inputs), get_codecs("fp32")
+            spec = self._open(mode, call, inputs, is_training=False, codecs=codecs)
+            with (
+                intercept(self._model.intercepted, spec.context),
+                own_random_stream(self._transport.world.device),
+                torch.no_grad(),
+            ):
+                return mode, Step(spec).forward()
+
+    def _open(
         self, mode: Mode, call: Call, inputs: Inputs, *, is_training: bool, codecs: Codecs
     ) -> PassSpec:
         """Return the specification of a pass over the batch."""
         plan = self.plan(inputs)
         return PassSpec(
-            stages=mode.on_rank(self._transport.mesh),
-            num_stages=len(mode.stages),
+            stage=mode.stages[self._transport.mesh.stage],
             outputs=tuple(mode.layers.values[name] for name in mode.layers.outputs),
             plan=plan,
+            order=range(plan.num_chunks),
             inputs=BatchInputs(call, inputs, plan),
             context=NativeContext(plan.num_chunks),
             transport=self._transport,

@@ -177,7 +177,6 @@ class ChunkProgress(PipeCallback):
         self._bar: ProgressBar | None = None
         self._label = ""
         self._shown_s = 0.0
-        self._has_phases = True  # all forwards run before all backwards
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
         bar = trainer.progress_bar_callback
@@ -185,7 +184,6 @@ class ChunkProgress(PipeCallback):
             self._bar = bar if bar.is_enabled else None
         if self._bar is not None:
             self._label = _description(self._bar)
-            self._has_phases = self.strategy(trainer).options.schedule == "fill_drain"
             self._shown_s = 0.0
             self.strategy(trainer).controls.on_chunk = self._show
 
@@ -201,10 +199,9 @@ class ChunkProgress(PipeCallback):
         if self._bar is None or now_s - self._shown_s < _INTERVAL_S:
             return
         self._shown_s = now_s
-        text, half = f"{num_done}/{num_total}", num_total // 2
-        if self._has_phases:
-            is_back = num_done > half
-            text = f"backward {num_done - half}/{half}" if is_back else f"forward {num_done}/{half}"
+        half = num_total // 2
+        is_back = num_done > half
+        text = f"backward {num_done - half}/{half}" if is_back else f"forward {num_done}/{half}"
         _describe(self._bar, f"{self._label.rstrip()} {text}")
 
 

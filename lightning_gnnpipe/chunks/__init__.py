@@ -1,4 +1,4 @@
-"""One rank's part of a step: run the schedule's actions on chunks, and measure layer costs."""
+"""One rank's part of a step: chunks forward, then backward; and the costs of layers."""
 
 from lightning_gnnpipe.chunks.chunk_run import (
     LayerNames,

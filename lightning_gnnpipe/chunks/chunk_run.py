@@ -7,7 +7,7 @@ one chunk, layers are recomputed one at a time, so that not all activations exis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -113,19 +113,19 @@ class PassSpec:
     """Specification of one pass.
 
     Attributes:
-        stages: This rank's stages, by number.
-        num_stages: Stages of all ranks, S.
+        stage: This rank's stage.
         plan: The chunks; the one-chunk plan in exact passes over one graph.
+        order: The chunks' order in forward; backward takes them in reverse.
         seed_of: None leaves the random stream alone.
         is_training: Whether a backward pass follows.
         recompute: Whether backward recomputes activations.
         codecs: Codecs of messages between stages.
     """
 
-    stages: Mapping[int, Stage]
-    num_stages: int
+    stage: Stage
     outputs: tuple[Value, ...]
     plan: ChunkPlan | BatchPlan
+    order: Sequence[int]
     inputs: PassInputs
     context: MessageContext | NativeContext
     transport: Transport

@@ -1,4 +1,4 @@
-"""The measured timeline of a training step: when each action ran on each rank."""
+"""The measured timeline of a training step: when each rank computed each chunk."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from pathlib import Path
 
 import torch
 
+from lightning_gnnpipe.types import Phase
+
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """One action of one rank.
+    """The computation of one chunk by one rank, in one phase.
 
-    Times are microseconds since the step's first action on any rank of the host. `wait_us` is the
-    time within the action that the rank waited for other shards.
+    Times are microseconds since the step's first event on any rank of the host. `wait_us` is the
+    time within it that the rank waited for other shards.
     """
 
     rank: int
-    action: str
+    phase: Phase
+    chunk: int
     start_us: float
     end_us: float
     wait_us: float = 0.0
@@ -37,21 +40,19 @@ class PipelineStats:
         num_stages: Stages, S.
         num_shards: Shards of the graph, G; rank `r` is shard `r % G` of stage `r // G % S`.
         num_chunks: Chunks, K; 1 if the step was exact.
-        is_exact: Whether the step ran the exact schedule.
+        is_exact: Whether the step read nothing stale.
         bytes_by_kind: Payload bytes received, summed over ranks. `forward`, `backward` and `output`
             follow the formula 2 (S-1) N D b + (S-1) N C b.
         bubble_frac: Share of both phases in which ranks did not compute: mean of `wait_s` divided
             by the length of both phases.
         wait_s: Seconds of the forward and backward phase in which each rank did not compute:
-            between its actions, and within them in exchanges with other shards. A phase lasts from
-            the start of its first compute action on any stage to the end of its last. Outputs and
-            loss are between the phases, and in neither. If a rank alternates forward and backward,
-            the step is one phase, and the loss counts as computing.
+            between its chunks, and within them in exchanges with other shards. A phase lasts from
+            the start of its first chunk on any stage to the end of its last. Outputs and loss are
+            between the phases, and in neither.
         peak_memory_bytes: Peak memory of each rank's process so far: allocated by torch on its GPU,
             or resident on the CPU.
-        events: Compute actions (F, B), sorted by start.
+        events: The chunks' computations, sorted by start.
         num_replicas: Replicas, R; rank `r` is in replica `r // (G S)`.
-        num_virtual: Stages of each rank, V; stage `s` is on rank `s % (S / V)` where V is not 1.
     """
 
     num_stages: int
@@ -64,20 +65,15 @@ class PipelineStats:
     peak_memory_bytes: tuple[int, ...]
     events: tuple[TraceEvent, ...]
     num_replicas: int = 1
-    num_virtual: int = 1
 
     def rank_names(self) -> list[list[str]]:
-        """Return the parts of each rank's name, for example "stage 1", "shard 0".
-
-        A rank with several stages is named by its place in its pipeline.
-        """
-        place = "stage" if self.num_virtual == 1 else "rank"
+        """Return the parts of each rank's name, for example "stage 1", "shard 0"."""
         sizes = {
             "replica": self.num_replicas,
-            place: self.num_stages // self.num_virtual,
+            "stage": self.num_stages,
             "shard": self.num_shards,
         }
-        named = [axis for axis, size in sizes.items() if size > 1 or axis == place]
+        named = [axis for axis, size in sizes.items() if size > 1 or axis == "stage"]
         places = product(*(range(sizes[axis]) for axis in named))
         return [[f"{axis} {i}" for axis, i in zip(named, one, strict=True)] for one in places]
 
@@ -93,7 +89,7 @@ class RankRecord:
 
 @dataclass(slots=True)
 class Recorder:
-    """Times this rank's compute actions by the host's monotonic clock; `on_event` counts them."""
+    """Times this rank's chunks by the host's monotonic clock; `on_event` counts them."""
 
     rank: int
     waited_s: Callable[[], float]
@@ -101,14 +97,15 @@ class Recorder:
     on_event: Callable[[int], None] | None = None
 
     @contextmanager
-    def record(self, action: str) -> Iterator[None]:
-        """Time the block as `action`."""
+    def record(self, phase: Phase, chunk: int) -> Iterator[None]:
+        """Time the block as the computation of `chunk`."""
         start, waited = time.perf_counter(), self.waited_s()
         try:
             yield
         finally:
             times = start, time.perf_counter(), self.waited_s() - waited
-            self.events.append(TraceEvent(self.rank, action, *(1e6 * one for one in times)))
+            times_us = (1e6 * one for one in times)
+            self.events.append(TraceEvent(self.rank, phase, chunk, *times_us))
         if self.on_event is not None:
             self.on_event(len(self.events))
 
@@ -119,7 +116,6 @@ def merge_stats(
     num_chunks: int,
     is_exact: bool,
     num_replicas: int = 1,
-    num_virtual: int = 1,
 ) -> PipelineStats:
     """Merge the records of all ranks, in rank order."""
     events = _align(event for one in gathered for event in one.events)
@@ -132,7 +128,7 @@ def merge_stats(
     waits = [max(0.0, span - one) for one in busy]
     return PipelineStats(
         num_stages,
-        len(gathered) * num_virtual // (num_stages * num_replicas),
+        len(gathered) // (num_stages * num_replicas),
         num_chunks,
         is_exact,
         dict(sorted(num_bytes.items())),
@@ -141,17 +137,12 @@ def merge_stats(
         peak_memory_bytes=tuple(one.peak_memory_bytes for one in gathered),
         events=events,
         num_replicas=num_replicas,
-        num_virtual=num_virtual,
     )
 
 
 def phases(events: Sequence[TraceEvent]) -> list[tuple[float, float]]:
-    """Return start and end, in microseconds, of forward and backward, or of both if they mix."""
-    back = [event for event in events if "B" in event.action]
-    ahead = [event for event in events if "B" not in event.action]
-    first = {event.rank: event.start_us for event in sorted(back, key=lambda e: -e.start_us)}
-    alternates = any(e.start_us > first.get(e.rank, e.start_us) for e in ahead)
-    spans = [[*ahead, *back]] if alternates else [ahead, back]
+    """Return start and end, in microseconds, of forward and of backward."""
+    spans = [[e for e in events if e.phase == phase] for phase in ("forward", "backward")]
     return [(min(e.start_us for e in s), max(e.end_us for e in s)) for s in spans if s]
 
 

@@ -1,7 +1,7 @@
 """Messages between stages and between shards, with sizes known from the plan.
 
 Receives are posted early, because gloo moves no data before the peer has posted. Sends are waited
-for at the end of a phase, or once they are known to have arrived; tensors stay alive until then.
+for at the end of a phase; their tensors stay alive until then.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from lightning_gnnpipe.types import TrafficKind
 
 PLAIN = Codec()  # no encoding
 
-_MAX_TENSORS, _MAX_CHUNKS, _MAX_STAGES, _MAX_RUNS = 2**10, 2**10, 2**6, 2**4  # 31 bits per tag
+_MAX_TENSORS, _MAX_CHUNKS, _MAX_RUNS = 2**10, 2**16, 2**4  # 31 bits per tag
 _EXCHANGE_TAG = 1  # exchanging ranks have no other messages, and gloo keeps the order
 
 
 class Label(NamedTuple):
-    """Identifies a message: kind of data, chunk or micro-batch, and sending stage."""
+    """Identifies a message between two ranks: kind of data, and chunk or micro-batch."""
 
     kind: TrafficKind
     chunk: int
-    stage: int = 0
 
 
 class Transport(Collectives):
@@ -57,7 +56,7 @@ class Transport(Collectives):
         self.asked = Collectives(world, meter, self.mesh.asked, self.watch)
         self._shards = Collectives(world, meter, self.mesh.shards, self.watch)
         self.waited_s = 0.0
-        self._sends: list[tuple[Label, Any, Tensor]] = []
+        self._sends: list[tuple[Any, Tensor]] = []
         self._receives: dict[Label, tuple[list[Any], list[Parcel]]] = {}
         self._run = 0
         self.seed = 0  # of the codecs in this step; each message takes the next
@@ -103,26 +102,14 @@ class Transport(Collectives):
                 if payload.numel():
                     tag = self._tag(label, i)
                     work = dist.isend(payload, target, self.members.group, tag)
-                    self._sends.append((label, work, payload))
+                    self._sends.append((work, payload))
 
-    @property
-    def num_sends(self) -> int:
-        return len(self._sends)
-
-    def release(self, label: Label) -> None:
-        """Free the sent tensors of a message that the other rank has received."""
-        self._wait_sends([one for one in self._sends if one[0] == label])
-        self._sends = [one for one in self._sends if one[0] != label]
-
-    def flush(self, num_sends: int | None = None) -> None:
-        """Wait until the oldest `num_sends` tensors are sent; None for all."""
-        self._wait_sends(self._sends[:num_sends])
-        del self._sends[:num_sends]
-
-    def _wait_sends(self, sends: Sequence[tuple[Label, Any, Tensor]]) -> None:
-        num_bytes = sum(payload.nbytes for _, _, payload in sends)
+    def flush(self) -> None:
+        """Wait until all is sent."""
+        sends, self._sends = self._sends, []
+        num_bytes = sum(payload.nbytes for _, payload in sends)
         with self.explained("wait for sent data to be received", num_bytes):
-            for _, work, _ in sends:
+            for work, _ in sends:
                 work.wait(self.world.timeout)
 
     def sum_over_shards(self, tensor: Tensor, kind: TrafficKind) -> None:
@@ -218,8 +205,7 @@ class Transport(Collectives):
     def _tag(self, label: Label, index: int) -> int:
         """Return a tag that is unique among the messages in flight between two ranks."""
         assert index < _MAX_TENSORS
-        place = self._run * _MAX_STAGES + label.stage % _MAX_STAGES
-        place = place * _MAX_CHUNKS + label.chunk % _MAX_CHUNKS
+        place = self._run * _MAX_CHUNKS + label.chunk % _MAX_CHUNKS
         return (2 * place + (label.kind == "backward")) * _MAX_TENSORS + index
 
     @contextmanager

@@ -39,10 +39,9 @@ class LastStep:
         memory = peak_memory_bytes(transport.world.device)
         own = RankRecord(record.events, record.bytes_by_kind, memory)
         gathered = transport.everyone.all_gather_objects(own)
-        mesh, num_virtual = transport.mesh, record.num_virtual
-        num_stages, num_replicas = mesh.num_stages * num_virtual, mesh.num_replicas
+        mesh = transport.mesh
         return merge_stats(
-            gathered, num_stages, record.num_chunks, record.is_exact, num_replicas, num_virtual
+            gathered, mesh.num_stages, record.num_chunks, record.is_exact, mesh.num_replicas
         )
 
     def staleness(self) -> dict[int, Staleness]:

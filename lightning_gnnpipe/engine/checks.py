@@ -104,15 +104,14 @@ class EngineChecks:
     def hooks(self) -> None:
         """Refuse hooks on layers and weights that would run differently in a pipeline."""
         module = self._model.module
-        place = next(_hooked_modules(module, self._batches.needs_loss), None)
+        place = next(_hooked_modules(module), None)
         if place is not None:
             raise UnsupportedError(
                 expected="no hooks on layers of the pipelined module, which run once for each "
                 "chunk",
                 found=place,
                 remedy="Return what the hook looks at from the forward of the pipelined module, or "
-                "put the hook on that module itself: there it gets all rows (with "
-                "schedule='fill_drain').",
+                "put the hook on that module itself: there it gets all rows.",
             )
         hooked = (name for name, one in module.named_parameters() if any(hooks_of_parameter(one)))
         if not self._is_whole and (name := next(hooked, None)) is not None:
@@ -232,11 +231,9 @@ class EngineChecks:
 _LIBRARIES = ("torch.", "torch_geometric.", "lightning.", "pytorch_lightning.")
 
 
-def _hooked_modules(module: nn.Module, runs_again: bool) -> Iterator[str]:
+def _hooked_modules(module: nn.Module) -> Iterator[str]:
     for name, one in module.named_modules():
-        if one is module and not runs_again:
-            continue
-        if any(map(_is_users, (*hooks_of_module(one), *passing_hooks(one)))):
+        if one is not module and any(map(_is_users, (*hooks_of_module(one), *passing_hooks(one)))):
             yield f"one on '{name}', a {type(one).__name__}"
     if any(map(_is_users, global_hooks())):
         yield "one on all modules"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gnnpipe.batches import BatchPasses, BatchStream, check_schedule
+from lightning_gnnpipe.batches import BatchPasses
 from lightning_gnnpipe.calls import Call, Inputs, KnownKinds, find_graphs, flatten_call
 from lightning_gnnpipe.chunks import PlannedInputs
 from lightning_gnnpipe.comm import Transport
@@ -30,7 +30,6 @@ from lightning_gnnpipe.engine.passes import GraphPasses
 from lightning_gnnpipe.engine.resume import RankHistories, RunState, SavedRun, save_rank
 from lightning_gnnpipe.graph import ContentNumbers
 from lightning_gnnpipe.layers import guard_losses
-from lightning_gnnpipe.schedule import add_transfers, fill_drain
 from lightning_gnnpipe.selfcheck import PipelinedMethods, raising_wrong_arguments
 from lightning_gnnpipe.steps import (
     Controls,
@@ -46,8 +45,6 @@ from lightning_gnnpipe.steps import (
 from lightning_gnnpipe.steps.gradient_sums import average_replicated, without_gradients
 from lightning_gnnpipe.steps.step_context import Agreed, StepContext, agree, batch_number
 from lightning_gnnpipe.steps.training import PassState, join
-
-_MASK = (1 << 62) - 1
 
 
 class PipelineEngine:
@@ -79,7 +76,6 @@ class PipelineEngine:
         )
         self.batches = BatchPasses(self.model, transport, options, self._seeds)
         self._known_kinds: KnownKinds = {}
-        self.stream = BatchStream(self.model, transport, self.batches, self._known_kinds)
         self._checks = EngineChecks(self.model, self.graphs, self.batches, transport, options)
         self.num_training_passes = 0
         self._state = PassState()
@@ -111,8 +107,6 @@ class PipelineEngine:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward"
     ) -> Any:
         """Run the module on a batch; collective, with the same output on every rank."""
-        if self.batches.early_loss.is_running:
-            return self.batches.early_loss.answer()
         with self.model.reads.inside():
             return self._forward(args, kwargs, method)
 
@@ -138,10 +132,6 @@ class PipelineEngine:
             key = self.identity.of(call, inputs, self._batch_number)
             key = key.at_call(self._state.num_awaiting if is_training else 0)
             number = key.graph
-        if is_training or not has_graphs:
-            self.stream.end()
-        else:
-            number = hash((number, self.stream.look(call, inputs))) & _MASK
         agreed = agree(
             self.transport,
             self.model.reads,
@@ -163,7 +153,7 @@ class PipelineEngine:
         if key is None:
             if is_training:
                 return self._train_on_graphs(call, inputs)
-            mode, outputs = self.stream.run(call, inputs)
+            mode, outputs = self.batches.run_exact(call, inputs)
             return mode.layers.rebuild_output(outputs)
         try:
             if not is_training:
@@ -251,8 +241,6 @@ class PipelineEngine:
         self.model.preferred = state.stage_layers
 
     def _train(self, call: Call, inputs: Inputs, key: InputKey, agreed: Agreed) -> Any:
-        if self.options.schedule != "fill_drain":
-            check_schedule(self.options.schedule)
         self._state.begin()
         known, number = self.graphs.inputs, self.num_training_passes
         is_resumed = self._take_saved()
@@ -282,9 +270,7 @@ class PipelineEngine:
         is_exact = is_exact or (own.graph.plan.num_chunks == 1 and self._passes.sends_exactly)
         known.note(key, number)
         spec = self._passes.open_training(mode, own, is_exact=is_exact)
-        order = self._passes.order(spec, self.step.step_index)
-        schedule = add_transfers(fill_drain(self.transport.mesh.num_stages, order))
-        running = TrainingPass(spec, own.store, self.model, schedule, is_exact=is_exact)
+        running = TrainingPass(spec, own.store, self.model, is_exact=is_exact)
         if not is_exact and not needs_no_history:
             self._checks.rows(own, number, averages_weights=self.step.averages_weights)
         if not is_exact:

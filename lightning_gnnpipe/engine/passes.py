@@ -26,7 +26,6 @@ from lightning_gnnpipe.engine.shared import SharedStore
 from lightning_gnnpipe.graph import chunk_order
 from lightning_gnnpipe.layers import intercept
 from lightning_gnnpipe.passing import MessageContext
-from lightning_gnnpipe.schedule import add_transfers, fill_drain
 from lightning_gnnpipe.stages import Layers, switched
 from lightning_gnnpipe.steps import Controls, EngineOptions, Mode, PassSeeds, PipelinedModel
 
@@ -108,16 +107,12 @@ class GraphPasses:
         They are on every rank. The pass writes histories if `context` has a store.
         """
         spec = self._open(mode, graph, context, inputs, is_exact=True, is_training=False)
-        order, num_virtual = range(spec.plan.num_chunks), len(spec.stages)
-        schedule = add_transfers(
-            fill_drain(spec.num_stages, order, backward=False, num_virtual=num_virtual)
-        )
         with (
             intercept(self._model.intercepted, context),
             own_random_stream(self._transport.world.device),
             torch.no_grad(),
         ):
-            return Step(spec).forward(schedule.forward(self._transport.mesh.stage))
+            return Step(spec).forward()
 
     def _open(
         self,
@@ -132,11 +127,13 @@ class GraphPasses:
         if isinstance(context.store, SharedStore):
             is_synchronous = is_exact or self._controls.is_synchronous
             context.store.begin_pass(self._messages[is_exact], is_synchronous=is_synchronous)
+        plan = graph.plan.whole if is_exact else graph.plan
+        step, seed = self._seeds.step_index, self._options.seed
         return PassSpec(
-            stages=mode.on_rank(self._transport.mesh),
-            num_stages=len(mode.stages),
+            stage=mode.stages[self._transport.mesh.stage],
             outputs=tuple(mode.layers.values[name] for name in mode.layers.outputs),
-            plan=graph.plan.whole if is_exact else graph.plan,
+            plan=plan,
+            order=chunk_order(plan.num_chunks, epoch=step, seed=seed),
             inputs=inputs,
             context=context,
             transport=self._transport,
@@ -162,9 +159,6 @@ class GraphPasses:
         if own is None or own.graph is not graph or own.last_step < 0:
             return None
         return own if own.frozen == mode.frozen else None
-
-    def order(self, spec: PassSpec, step: int) -> tuple[int, ...]:
-        return chunk_order(spec.plan.num_chunks, epoch=step, seed=self._options.seed)
 
     def input_states(self, *, is_validation_next: bool) -> tuple[InputState, ...]:
         """Return the checkpointed state of each input with histories, without rows."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch_geometric.data import Data, Dataset
 
-from lightning_gnnpipe.batches import check_replicas, check_schedule
+from lightning_gnnpipe.batches import check_replicas
 from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.chunks import synchronize
 from lightning_gnnpipe.errors import ConfigError, Fallbacks
@@ -111,7 +111,6 @@ def plan_pipeline(
             "num_chunks; see strategy.collect_stats().",
         )
     check_replicas(options.data_parallel)
-    check_schedule(options.schedule)
     num_chunks = options.expect_num_chunks(layout[0] if layout else num_devices)
     if options.num_chunks == "auto":
         num_chunks = min(num_chunks, inputs.num_nodes)

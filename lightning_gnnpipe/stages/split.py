@@ -82,25 +82,20 @@ def check_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> tup
     return tuple(counts)
 
 
-def check_num_stages(num_layers: int, num_ranks: int, num_virtual: int = 1) -> None:
-    """Raise `ConfigError` if all ranks together have more stages than layers."""
-    if num_ranks * num_virtual <= num_layers:
+def check_num_stages(num_layers: int, num_stages: int) -> None:
+    """Raise `ConfigError` if there are more stages than layers."""
+    if num_stages <= num_layers:
         return
-    if num_virtual > 1:
-        stages = f"{num_ranks} ranks with {num_virtual} stages each"
-        remedy = f"Use num_virtual={max(num_layers // num_ranks, 1)}, or a deeper model."
-    else:
-        stages = f"{num_ranks} stages"
-        devices = f"{num_layers} device{'s' if num_layers > 1 else ''}"
-        remedy = f"Train on at most {devices}, or use a deeper model."
-        if num_layers == 1:
-            remedy += (
-                " If forward computes edges (dropout_edge, knn_graph), compute them in "
-                "training_step: layers on them are not cut apart."
-            )
+    devices = f"{num_layers} device{'s' if num_layers > 1 else ''}"
+    remedy = f"Train on at most {devices}, or use a deeper model."
+    if num_layers == 1:
+        remedy += (
+            " If forward computes edges (dropout_edge, knn_graph), compute them in "
+            "training_step: layers on them are not cut apart."
+        )
     raise ConfigError(
         expected="at least one layer for each stage",
-        found=f"{stages} and {num_layers} layers that can be cut apart",
+        found=f"{num_stages} stages and {num_layers} layers that can be cut apart",
         remedy=remedy,
     )
 

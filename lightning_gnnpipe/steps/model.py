@@ -6,14 +6,13 @@ Until the first call, which shows the arguments, every rank holds all parameters
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.calls import Call, Inputs, classify
 from lightning_gnnpipe.chunks import StepCosts
 from lightning_gnnpipe.comm import Transport
@@ -155,13 +154,6 @@ class PipelinedModel:
                     self._assign_layers(inputs, measure, trains=also_train)
         self._modes[key] = mode = self._modes.pop(key)  # now most recently used
         return mode
-
-    def state_of(self, call: Call, inputs: Inputs) -> Hashable:
-        """Cache key of the output for these arguments; misses writes through `Tensor.data`."""
-        tensors = (*self.module.parameters(), *self.module.buffers())
-        versions = tuple((id(tensor), version_of(tensor)) for tensor in tensors)
-        with own_methods(self.module):
-            return self._find(call, inputs), versions
 
     def _find(self, call: Call, inputs: Inputs) -> Key | None:
         """Return the key of the trace for the module's present state, if there is one."""
@@ -374,10 +366,8 @@ class PipelinedModel:
 
     def _count_layers(self, inputs: Inputs, measure: Measure) -> tuple[int, ...]:
         layers, options = next(iter(self._modes.values())).layers, self._options
-        num_layers, num_ranks = len(layers.segments), self._transport.mesh.num_stages
-        num_virtual = options.num_virtual if num_ranks > 1 else 1
-        num_stages = num_ranks * num_virtual
-        check_num_stages(num_layers, num_ranks, num_virtual)
+        num_layers, num_stages = len(layers.segments), self._transport.mesh.num_stages
+        check_num_stages(num_layers, num_stages)
         if not isinstance(options.balance, str):
             return check_counts(options.balance, num_layers, num_stages)
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind, is_of_pairs
-from lightning_gnnpipe.comm import Mesh
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.layers import count_sums
 from lightning_gnnpipe.stages import Layers, Stage, find_reached
@@ -52,10 +51,6 @@ class Mode:
         """Return what the call returns; a head draws its random numbers `seeded`."""
         with seeded() if self.layers.head else nullcontext():
             return self.layers.rebuild_output(outputs, call.leaves)
-
-    def on_rank(self, mesh: Mesh) -> dict[int, Stage]:
-        """Return this rank's stages by index; ranks take stages round-robin."""
-        return {one.index: one for one in self.stages[mesh.stage :: mesh.num_stages]}
 
 
 def trace_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.device) -> Hashable:

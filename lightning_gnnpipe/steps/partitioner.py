@@ -21,7 +21,6 @@ from lightning_gnnpipe.types import (
     CrossChunkEdges,
     Partition,
     RepeatOption,
-    ScheduleName,
 )
 
 Measure = Callable[[Layers], StepCosts]  # measures the layers of a new module
@@ -57,8 +56,6 @@ class EngineOptions:
     self_check: bool = True
     messages: MessageOptions = field(default_factory=MessageOptions)
     repeat_encoder: RepeatOption = "auto"  # recompute cheap values on stages, not receive them
-    schedule: ScheduleName = "fill_drain"
-    num_virtual: int = 1  # stages of each rank, if there are several ranks
 
 
 class Partitioner:

@@ -40,7 +40,7 @@ class Controls:
         records_staleness: Record which chunks are read stale, and how far rows drift.
         is_synchronous: Let shards wait for each other's rows, even with `async_halo`.
         on_chunk: Called on this rank after each chunk, forward and backward, with the number of
-            chunks done and the total: twice the number of chunks, for each stage of the rank.
+            chunks done and the total: twice the number of chunks.
     """
 
     is_exact: bool = False

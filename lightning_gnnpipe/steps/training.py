@@ -18,10 +18,9 @@ from lightning_gnnpipe.chunks import PassSpec, Step, TraceEvent, own_random_stre
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.layers import intercept
 from lightning_gnnpipe.passing import CallKey
-from lightning_gnnpipe.schedule import Schedule
 from lightning_gnnpipe.staleness import HistoryStore, Staleness, StalenessRecorder
 from lightning_gnnpipe.steps.model import PipelinedModel
-from lightning_gnnpipe.steps.step_context import Controls, OnChunk
+from lightning_gnnpipe.steps.step_context import Controls
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,6 @@ class PassRecord:
     events: list[TraceEvent]
     bytes_by_kind: dict[str, int]
     staleness: dict[int, Staleness]
-    num_virtual: int = 1
 
     def after(self, earlier: PassRecord) -> PassRecord:
         """Return the record of a step of several passes; the meter has counted all of them."""
@@ -53,20 +51,19 @@ class TrainingPass:
         spec: PassSpec,
         store: HistoryStore | None,
         model: PipelinedModel,
-        schedule: Schedule,
         *,
         is_exact: bool,
     ) -> None:
         self._spec, self._store, self._model = spec, store, model
-        self._place = spec.transport.mesh.stage
-        self._schedule = schedule
         self._step = Step(spec)
         self._is_done = False
         self.is_exact = is_exact
 
     def forward(self, controls: Controls, number: int, *, is_first: bool = True) -> list[Tensor]:
         """Run the forward phase of pass `number`; `is_first`: no other one awaits its backward."""
-        self._watch(controls.on_chunk)
+        if (on_chunk := controls.on_chunk) is not None:
+            total = 2 * self._spec.plan.num_chunks
+            self._step.recorder.on_event = lambda num_done: on_chunk(num_done, total)
         if is_first:
             self._spec.transport.meter.clear()
         store = self._store
@@ -81,7 +78,7 @@ class TrainingPass:
             own_random_stream(self._spec.transport.world.device),
             torch.enable_grad(),
         ):
-            outputs = self._step.forward(self._schedule.forward(self._place))
+            outputs = self._step.forward()
         if store is not None:
             is_due = every is not None and (number + 1) % every == 0
             if controls.reads_snapshot:  # a callback overrides the method
@@ -91,8 +88,13 @@ class TrainingPass:
 
     def backward(self, grads: Sequence[Tensor], slots: Sequence[int]) -> list[Tensor | None]:
         """Run the backward phase; return gradients of the batch's tensors `slots`."""
-        self._begin_backward()
-        actions = self._schedule.backward(self._place)
+        if self._is_done:
+            raise UnsupportedError(
+                expected="one backward for each pipelined forward",
+                found="a second backward",
+                remedy="Sum the losses, then call backward once.",
+            )
+        self._is_done = True
         with ExitStack() as stack:
             if self._spec.recompute:
                 self._spec.context.leaves = self._spec.inputs
@@ -105,7 +107,7 @@ class TrainingPass:
                     for end in sums.watch(self._spec.inputs.weights.values()):
                         stack.callback(end)
 
-            self._step.backward(actions, grads, on_last)
+            self._step.backward(grads, on_last)
         for name, grad in self._spec.inputs.weight_grads().items():
             grad = self._model.tables.as_now(name, grad)
             torch.autograd.backward([self._model.module.get_parameter(name)], [grad])  # runs hooks
@@ -121,21 +123,11 @@ class TrainingPass:
         grads = (one.grad for one in self._model.module.parameters() if one.numel())
         return [grad for grad in grads if grad is not None]
 
-    def _begin_backward(self) -> None:
-        if self._is_done:
-            raise UnsupportedError(
-                expected="one backward for each pipelined forward",
-                found="a second backward",
-                remedy="Sum the losses, then call backward once.",
-            )
-        self._is_done = True
-
-    def _leaf_grads(self, slots: Sequence[int], factor: float = 1.0) -> list[Tensor | None]:
+    def _leaf_grads(self, slots: Sequence[int]) -> list[Tensor | None]:
         """Return gradients of the batch's tensors `slots`, summed over ranks."""
         found: list[Tensor | None] = []
         for slot in slots:
             grad = self._spec.inputs.take_grad(slot)
-            grad = grad if factor == 1 else grad * factor
             self._spec.transport.all_reduce(grad, "input_grad")
             found.append(grad)
         self._spec.inputs.release()
@@ -154,13 +146,7 @@ class TrainingPass:
             self._step.recorder.events,
             dict(self._spec.transport.meter),
             staleness,
-            len(self._spec.stages),
         )
-
-    def _watch(self, on_chunk: OnChunk | None) -> None:
-        if on_chunk is not None:
-            total = 2 * self._spec.plan.num_chunks * len(self._spec.stages)
-            self._step.recorder.on_event = lambda num_done: on_chunk(num_done, total)
 
 
 Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]

@@ -54,7 +54,7 @@ class WeightReads:
         # Whether an error may keep other ranks from answering.
         self.is_closed: Callable[[], bool] = lambda: False
         self.is_full = False  # tensors of other stages are here, since user code has read them
-        self._is_inside, self._refusal = False, ""
+        self._is_inside = False
         self._seen = _make_classes(self)
         self._watched: dict[int, tuple[Tensor, type, str, StageWeights]] = {}  # by id
         self._states: list[OptimizerStates] = []
@@ -93,18 +93,6 @@ class WeightReads:
             self._is_inside = was_inside
             if not was_inside:
                 self._hide()
-
-    @contextmanager
-    def refusing(self, remedy: str) -> Iterator[None]:
-        """Refuse reads within the block, where user code runs on some ranks only."""
-        was_inside, self._is_inside, self._refusal = self._is_inside, False, remedy
-        self._hide()
-        try:
-            yield
-        finally:
-            self._is_inside, self._refusal = was_inside, ""
-            if was_inside:
-                self._show()
 
     def settle(self) -> None:
         """Empty tensors of other stages, cut tables, and drop their optimizer states."""
@@ -199,8 +187,9 @@ class WeightReads:
             states.watch()
 
     def _gather(self, asks: str, func: Any = None) -> None:
-        if func in _GRADIENTS_OF or self._refusal or self.is_closed():
-            found, remedy = "a read that other ranks cannot answer", self._refusal
+        if func in _GRADIENTS_OF or self.is_closed():
+            found = "a read that other ranks cannot answer"
+            remedy = "An error has ended the run: load the last checkpoint."
             if func in _GRADIENTS_OF:
                 found = "a call for the gradients of some weights"
                 remedy = "Call loss.backward(), then read p.grad of each weight."
@@ -208,7 +197,7 @@ class WeightReads:
             raise UnsupportedError(
                 expected=f"{what} to be read in code that all ranks run",
                 found=found,
-                remedy=remedy or "An error has ended the run: load the last checkpoint.",
+                remedy=remedy,
             )
         with self._transport.meter.paused():
             places, _ = self._over.gather(asks)

@@ -18,7 +18,6 @@ from lightning.fabric.utilities import types as fabric_types
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as pl_callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies import ParallelStrategy, launchers
 from torch import nn
 
@@ -89,12 +88,6 @@ def without_wrong_advice() -> Iterator[None]:
         for one in own:
             if one in warnings.filters:
                 warnings.filters.remove(one)  # type: ignore[attr-defined]
-
-
-def fetcher_of(trainer: Trainer) -> Any:
-    """Return the running loop's fetcher; None if the user's step fetches (`dataloader_iter`)."""
-    fetcher = trainer._active_loop._data_fetcher  # type: ignore[union-attr]
-    return None if isinstance(fetcher, _DataLoaderIterDataFetcher) else fetcher
 
 
 class LightningStrategy(ParallelStrategy):

@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from lightning_gnnpipe.errors import PeerError
-from lightning_gnnpipe.trainer.replay import random_state, set_random_state
+from lightning_gnnpipe.trainer.random_state import random_state, set_random_state
 from lightning_gnnpipe.user_code import shorten
 
 _STOPPED = "stopped by SIGTERM"

@@ -27,7 +27,7 @@ from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer._compat import PathLike
 from lightning_gnnpipe.trainer.engine_host import EngineHost, ResumedRun
 from lightning_gnnpipe.trainer.processes import Processes
-from lightning_gnnpipe.trainer.replay import random_state
+from lightning_gnnpipe.trainer.random_state import random_state
 from lightning_gnnpipe.trainer.signals import keep_last
 
 log = logging.getLogger(__name__)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import ModelSummary, TQDMProgressBar
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -29,21 +28,15 @@ from lightning_gnnpipe.report import describe_stages, format_stages
 from lightning_gnnpipe.stages import Stage, as_written, find_pipelined
 from lightning_gnnpipe.steps import Controls
 from lightning_gnnpipe.trainer import _compat
-from lightning_gnnpipe.trainer.loaders import look_ahead, no_batch
 from lightning_gnnpipe.trainer.precision import work_over_stages
 from lightning_gnnpipe.trainer.processes import Processes
+from lightning_gnnpipe.trainer.random_state import random_state, set_random_state
 from lightning_gnnpipe.trainer.refuse import (
     check_callbacks,
     check_optimizers,
     check_scaling,
     check_sync,
     refuse_uncalled,
-)
-from lightning_gnnpipe.trainer.replay import (
-    StepReplay,
-    check_replay,
-    random_state,
-    set_random_state,
 )
 from lightning_gnnpipe.trainer.replicas import Replicas
 from lightning_gnnpipe.trainer.weight_callbacks import (
@@ -74,7 +67,6 @@ class EngineHost:
         self.last_run: RunState | None = None  # that trained, without histories
         self._engine: PipelineEngine | None = None
         self._prefix = ""
-        self._next_batch: Callable[[torch.device], Any] = no_batch
         self._patched = ExitStack()
 
     @property
@@ -135,8 +127,6 @@ class EngineHost:
             engine.resume(run)
         elif self.last_run is not None and not is_fitting:
             engine.model.preferred = self.last_run.stage_layers
-        if is_fitting and engine_options.schedule != "fill_drain":
-            check_replay(module)
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         averages = [one for one in map(_compat.average_of, callbacks) if one is not None]
         engine.set_step(averages_weights=bool(averages))
@@ -215,10 +205,7 @@ class EngineHost:
             self.controls.is_exact = True
             engine.statistics.stale.clear()  # Lightning computes them anew
         passes = engine.num_training_passes
-        if engine.batches.needs_loss:
-            self._prepare_replay(step, args)
         output = step(*args)
-        engine.batches.early_loss.run = None
         self.controls.reset()  # requests are for one step
         if engine.num_training_passes == passes:
             refuse_uncalled(self._prefix, engine.methods.name)
@@ -238,42 +225,12 @@ class EngineHost:
         run()
         engine.average(self._strategy.user_module)
 
-    def begin_stream(self) -> None:
-        """Begin a loop without gradients; with several ranks it looks ahead by one batch."""
-        self.take_over()
-        if self._processes.has_peers:
-            self._next_batch = look_ahead(self._strategy.user_module.trainer)
-
-    def end_stream(self) -> None:
-        """End a loop without gradients."""
-        self._next_batch = no_batch
-        self.engine.stream.end()
-
-    @contextmanager
-    def step_of_stream(self, batch: Any) -> Iterator[None]:
-        """Run a step without gradients on `batch` within the block."""
-        engine, device = self.engine, self._strategy.root_device
-        engine.model.reads.settle()
-        engine.stream.enter_step(batch, lambda: self._next_batch(device))
-        try:
-            yield
-        finally:
-            engine.stream.leave_step()
+    def evaluation_step(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Run the user's step of validation, test or prediction."""
+        self.engine.model.reads.settle()
+        output = step(*args)
         self._processes.signals.obey()
-
-    def _prepare_replay(self, step: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Let the engine run the training step again, for the loss of one micro-batch."""
-        model, reads = self.engine.model, self.engine.model.reads
-
-        def step_again(*args: Any) -> Any:
-            with reads.refusing("Use schedule='fill_drain', or the optimizer's weight_decay."):
-                return step(*args)
-
-        with reads.inside():
-            strategy = self._strategy
-            self.engine.batches.early_loss.run = StepReplay(
-                strategy.user_module, model.module, step_again, args, strategy.root_device
-            )
+        return output
 
     def _serve_callbacks(
         self, callbacks: Sequence[pl.Callback], averages: Sequence[nn.Module]

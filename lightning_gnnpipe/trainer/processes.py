@@ -40,7 +40,7 @@ from lightning_gnnpipe.errors import ConfigError, Fallbacks, PeerError
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer._compat_launcher import WorkerLauncher
-from lightning_gnnpipe.trainer.replay import random_state, set_random_state
+from lightning_gnnpipe.trainer.random_state import random_state, set_random_state
 from lightning_gnnpipe.trainer.signals import StopSignals
 from lightning_gnnpipe.user_code import shorten, silence
 

@@ -21,7 +21,6 @@ NAMES = [name for name in lightning_gnnpipe.__all__ if not name.startswith("_")]
 KINDS = {
     "staleness": types.StalenessName,
     "codec": types.CodecName,
-    "schedule": types.ScheduleName,
     "partition": types.PartitionMethod,
     "cross_chunk_edges": types.CrossChunkEdges,
     "how": RefreshHow,

@@ -15,7 +15,6 @@ import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
-from lightning_gnnpipe.batches.early import _fill
 from lightning_gnnpipe.calls import GraphBatch, GraphRows, Kind
 from lightning_gnnpipe.calls.graph_batch import LeafRows
 from lightning_gnnpipe.codecs import get_codec
@@ -212,9 +211,6 @@ def test_micro_batches_on_a_card() -> None:
         assert take((0, 1)) == [[[0, 1], [1, 0]], [0, 2]]  # makes what all of them share
         counted.clear()
         assert take((1, 3)) == [[[0, 1, 3], [0, 2, 1]], [0, 1, 4]]
-        output, known = torch.arange(6.0).view(6, 1), OnCard(torch.tensor([4, 1]))
-        filled = _fill(OnCard(output), known)
-        assert filled.held.flatten().tolist() == [4, 1, 1, 4, 4, 1]
         assert not counted.waits
 
 

@@ -27,11 +27,10 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_gnnpipe.comm.transport as transport
-import lightning_gnnpipe.chunks.step as steps
+from lightning_gnnpipe.chunks import Step
 from lightning_gnnpipe.saving import sidecar
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.models import GIN, GraphClassifier, NodeClassifier
-from lightning_gnnpipe.trainer.replay import StepReplay
 from torch.multiprocessing import ProcessContext
 from torch_geometric.loader import DataLoader
 from tests.helpers.observed import NUM_FEATURES, make_data, make_module
@@ -104,13 +103,21 @@ def failing(name, work):
     return run
 
 
-for op, method in list(steps._METHODS.items()):
-    steps._METHODS[op] = failing(op.name, method)
+def failing_in_phase(name, work):
+    def run(step, phase, *args):
+        fail(f"{name} {phase}")
+        return work(step, phase, *args)
+    return run
+
+
+Step._compute = failing("F", Step._compute)
+Step._differentiate = failing("B", Step._differentiate)
+Step._send = failing_in_phase("send", Step._send)
+Step._receive = failing_in_phase("receive", Step._receive)
 sidecar.write_stage = failing("save", sidecar.write_stage)
 Transport.exchange = failing("exchange", Transport.exchange)
 Transport.start_sum = failing("average", Transport.start_sum)
 transport.make_mesh = failing("mesh", transport.make_mesh)
-StepReplay.__call__ = failing("loss", StepReplay.__call__)
 
 
 class Fails:
@@ -151,7 +158,7 @@ if __name__ == "__main__":
     strategy = {"start_method": start_method, "timeout": timedelta(seconds=seconds), **options}
     saving = {"callbacks": [Watches(), saver], "enable_checkpointing": True}
     trainer = current = quiet_trainer(devices, strategy, max_epochs=epochs, **saving)
-    if "data_parallel" in options or "schedule" in options:
+    if "data_parallel" in options:
         data.data.y = data.data.y[:1]
         graphs = DataLoader([data.data] * 12, batch_size=3)
         net = GIN(NUM_FEATURES, 8, 3, num_layers=4)
@@ -166,9 +173,10 @@ LOST = "another rank failed|SIGKILL|exit code|terminated with code -9"
 SHARDS: dict[str, Any] = {"graph_parallel": 2, "halo_codec": "int1"}
 HYBRID: dict[str, Any] = {"data_parallel": 2, "num_chunks": 3, "devices": 4}
 """Two replicas of two stages, on batches of graphs."""
-ONE_F_ONE_B: dict[str, Any] = {"schedule": "1f1b", "num_chunks": 3}
-INTERLEAVED: dict[str, Any] = {"schedule": "interleaved", "num_chunks": 3}
-RANK_OF = {"F": 0, "B": 1, "SEND_F": 0, "RECV_F": 1, "SEND_B": 1, "RECV_B": 0}
+RANK_OF = {
+    **{"F": 0, "send forward": 0, "receive forward": 1},
+    **{"B": 1, "send backward": 1, "receive backward": 0},
+}
 OPERATIONS = [(op, how, rank) for op, rank in RANK_OF.items() for how in ("raise", "kill")]
 
 CASES: list[Any] = [
@@ -192,13 +200,6 @@ CASES: list[Any] = [
     ("exchange", "kill", 1, "fork", SHARDS),
     ("exchange", "kill", 0, "fork", {**SHARDS, "async_halo": True}),
     ("exchange", "stall", 1, "fork", {**SHARDS, "async_halo": True}),
-    # Between the forward and the backward pass of a batch.
-    ("F", "kill", 0, "fork", ONE_F_ONE_B),
-    ("B", "raise", 1, "fork", ONE_F_ONE_B),
-    ("loss", "kill", 1, "fork", ONE_F_ONE_B),
-    ("loss", "stall", 1, "fork", ONE_F_ONE_B),
-    ("SEND_B", "kill", 1, "fork", INTERLEAVED),
-    ("RECV_F", "raise", 0, "fork", INTERLEAVED),
     slow("training_step", "raise", 2, "fork", HYBRID),
     ("validation_step", "kill", 3, "fork", HYBRID),
     slow("B", "kill", 3, "fork", HYBRID),

@@ -70,7 +70,7 @@ def test_axes_and_titles_have_names_units_and_the_bubble_share() -> None:
 def test_a_trace_without_compute_is_refused_and_matplotlib_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(ConfigError, match="forward or backward actions"):
+    with pytest.raises(ConfigError, match="chunks in the trace"):
         draw_timeline([], "")
     monkeypatch.setattr("lightning_gnnpipe.report.find_spec", lambda name: None)
     text = r"Expected the package 'matplotlib'.*pip install matplotlib"

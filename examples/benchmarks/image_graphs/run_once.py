@@ -60,7 +60,7 @@ class Measure(L.Callback):
         self.found["losses"].append(float(outputs["loss"]))
         if isinstance(trainer.strategy, GNNPipeStrategy):
             events = trainer.strategy.collect_stats().events
-            self.found["events"] = [(e.action, (e.end_us - e.start_us) / 1e6) for e in events]
+            self.found["events"] = [(e.phase, (e.end_us - e.start_us) / 1e6) for e in events]
             self._last_s = time.perf_counter()
 
     def on_test_batch_end(self, *_: Any) -> None:
@@ -86,9 +86,7 @@ def main() -> None:
     module = GraphClassifier(PixelViG(batches[0].x.size(1)), num_classes=10)
     strategy: Any = "auto"
     if options.micro_batches:
-        strategy = GNNPipeStrategy(
-            num_chunks=options.micro_batches, schedule=options.schedule, start_method="fork"
-        )
+        strategy = GNNPipeStrategy(num_chunks=options.micro_batches, start_method="fork")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "measured.json"
         trainer = L.Trainer(
@@ -121,7 +119,6 @@ def parse_options() -> argparse.Namespace:
     add("--root")
     add("--stages", type=int, default=1)
     add("--micro-batches", type=int, default=0, help="0: plain Trainer")
-    add("--schedule", choices=["fill_drain", "1f1b", "interleaved"], default="fill_drain")
     add("--batch-size", type=int, default=20, help="images in a mini-batch")
     add("--precision", choices=["32-true", "64-true"], default="32-true")
     add("--num-batches", type=int, default=4, help="mini-batches that are gone through in turn")
