@@ -111,7 +111,7 @@ class Step:
         return sent
 
     def _differentiate(self, chunk: Piece, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Run autograd from the gradients of sent tensors; return the gradients of received ones."""
+        """Run autograd from gradients of sent tensors; return gradients of received ones."""
         state = self._states.pop(chunk.index)
         roots = [(t, g) for t, g in zip(state.sent, grads, strict=True) if t.requires_grad]
         if roots:
