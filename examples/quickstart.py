@@ -41,7 +41,7 @@ from lightning_gnnpipe import (
 from lightning_gnnpipe.chunks import PipelineStats
 from lightning_gnnpipe.graph import partition_nodes, replicas_per_node
 from lightning_gnnpipe.models import GCNII, NodeClassifier
-from lightning_gnnpipe.schedule import graph_parallel_bytes, pipeline_bytes
+from lightning_gnnpipe.planning.traffic import graph_parallel_bytes, pipeline_bytes
 
 FLOAT_BYTES = 4
 NUM_EXACT_EPOCHS = 5
@@ -245,7 +245,6 @@ def count_pipeline_bytes(
     num_weights = num_features * options.hidden + options.hidden if is_repeated else 0
     num_tensors = 1 if is_repeated else 2
     return pipeline_bytes(
-        num_stages=options.stages,
         num_nodes=datamodule.data.num_nodes,
         row_bytes=[num_tensors * options.hidden * FLOAT_BYTES] * num_cuts,
         output_row_bytes=datamodule.num_classes * FLOAT_BYTES,

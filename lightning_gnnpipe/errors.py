@@ -81,10 +81,6 @@ class UnsupportedError(GNNPipeError):
     """The model does something that cannot be pipelined exactly."""
 
 
-class ScheduleError(GNNPipeError):
-    """A list of actions is incomplete, out of order, or would deadlock."""
-
-
 class CheckpointError(GNNPipeError):
     """A checkpoint cannot be read, or does not belong to this run."""
 

@@ -27,7 +27,7 @@ MAX_FILES_OF_A_STEP = 50
 LINE = (
     *("errors", "types", "_compat_torch", "_compat_pyg"),
     *("user_code", "datamodule", "models"),
-    *("schedule", "graph", "staleness", "codecs", "passing", "calls", "comm"),
+    *("graph", "staleness", "codecs", "passing", "calls", "comm"),
     *("layers", "stages", "saving", "chunks", "report", "selfcheck", "steps", "options"),
     *("batches", "planning", "engine", "trainer", "strategy"),
     *("callbacks", "preview", "cli"),
@@ -75,8 +75,6 @@ def test_p9_imports_go_one_way_and_heavy_ones_stay_in_their_place(path: Path) ->
             assert path.name == "partition.py"
         if root == "matplotlib":
             assert part == "report" or (part, path.name) == ("callbacks", "timeline.py")
-        if part == "schedule":
-            assert root not in ("torch", "torch_geometric", "numpy")
         if part == "models":
             assert root != NAME or path.name == "__init__.py", "models import nothing of ours"
 

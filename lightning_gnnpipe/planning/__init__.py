@@ -1,4 +1,4 @@
-"""Forecasts of layouts: costs measured in one process, steps simulated."""
+"""Forecasts of layouts: costs measured in one process, steps timed by formula."""
 
 from lightning_gnnpipe.planning.from_module import plan_pipeline
 from lightning_gnnpipe.planning.measured import Link

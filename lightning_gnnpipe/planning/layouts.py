@@ -13,7 +13,7 @@ from lightning_gnnpipe.layers import find_layers
 from lightning_gnnpipe.planning.measured import TRAINED, Measured, bytes_of
 from lightning_gnnpipe.planning.pipeline_plan import LayoutForecast, StageForecast
 from lightning_gnnpipe.planning.schedule_layout import LayoutWork, simulate_layout
-from lightning_gnnpipe.schedule import graph_parallel_bytes
+from lightning_gnnpipe.planning.traffic import graph_parallel_bytes
 from lightning_gnnpipe.stages import Stage, find_users, tied_bytes
 from lightning_gnnpipe.steps.gradient_sums import group_tied
 

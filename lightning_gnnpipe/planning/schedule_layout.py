@@ -1,4 +1,4 @@
-"""Simulate a training step on S stages of G shards each: sizes in, seconds out.
+"""Time a training step on S stages of G shards each: sizes in, seconds out.
 
     rank (s, g)    layers of stage s, rows of shard g
 
@@ -14,8 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from lightning_gnnpipe.schedule import Action, Op, add_transfers, fill_drain, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +109,32 @@ def simulate_layout(work: LayoutWork) -> LayoutTimes:
     """Return the times of a step."""
     num_stages, num_chunks, shards = len(work.forward_s), len(work.work_fracs), work.num_shards
 
-    def cost(action: Action) -> float:
-        stage, chunk = action.stage, action.chunk
-        if action.op is Op.SEND_F:
-            return work.cut_bytes[stage][chunk] / work.bytes_per_s
-        if action.op is Op.SEND_B:
-            return work.cut_grad_bytes[stage - 1][chunk] / work.bytes_per_s
-        compute_s = work.compute_s(stage, chunk, is_forward=action.op is Op.F)
-        waited_s = work.travel_s(stage, chunk) if work.waits_for_halo else 0.0
-        return compute_s + work.copy_s(stage, chunk) + waited_s
-
-    schedule = add_transfers(fill_drain(num_stages, tuple(range(num_chunks))))
-    timeline = simulate(schedule, cost=cost, latency=work.message_s)
     stages, chunks = range(num_stages), range(num_chunks)
+    free_s, busy_s = [0.0] * num_stages, 0.0  # when each stage has computed what it has so far
+
+    def run(*, is_forward: bool) -> None:
+        """Take all chunks through all stages, in turn."""
+        nonlocal busy_s
+        cuts = work.cut_bytes if is_forward else work.cut_grad_bytes[::-1]
+        arrived_s = [0.0] * num_chunks
+        for place, stage in enumerate(stages if is_forward else stages[::-1]):
+            link_s = 0.0  # when the link to the next stage is free
+            for chunk in chunks if is_forward else chunks[::-1]:
+                waited_s = work.travel_s(stage, chunk) if work.waits_for_halo else 0.0
+                compute_s = work.compute_s(stage, chunk, is_forward=is_forward)
+                own_s = compute_s + work.copy_s(stage, chunk) + waited_s
+                busy_s += own_s
+                free_s[stage] = max(free_s[stage], arrived_s[chunk]) + own_s
+                if place + 1 < num_stages:
+                    link_s = max(link_s, free_s[stage]) + cuts[place][chunk] / work.bytes_per_s
+                    arrived_s[chunk] = link_s + work.message_s
+
+    run(is_forward=True)
+    run(is_forward=False)
+    span_s = max(free_s)
     on_link_s = 2 * max(sum(work.travel_s(s, c) for c in chunks) for s in stages)
-    pipeline_s = max(timeline.span, on_link_s)  # at least the transfers of the busiest stage
-    idle_s = sum(timeline.span - busy for busy in timeline.busy)
+    pipeline_s = max(span_s, on_link_s)  # at least the transfers of the busiest stage
+    idle_s = num_stages * span_s - busy_s
     if work.waits_for_halo:
         idle_s += 2 * sum(work.travel_s(stage, chunk) for stage in stages for chunk in chunks)
     # a broadcast tree for each rank of the last stage: ranks that have the rows pass them on
@@ -140,7 +148,7 @@ def simulate_layout(work: LayoutWork) -> LayoutTimes:
         # shared weights: from one stage to the next, and back
         + 2 * (work.num_ties * work.message_s + work.tied_bytes / work.bytes_per_s),
         loss_s=work.loss_s,
-        bubble_frac=idle_s / (num_stages * timeline.span) if timeline.span else 0.0,
+        bubble_frac=idle_s / (num_stages * span_s) if span_s else 0.0,
     )
 
 

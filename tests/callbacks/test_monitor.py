@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_gnnpipe import PipelineMonitor, StalenessMonitor, TimelineCallback
 from lightning_gnnpipe.callbacks import monitor
-from lightning_gnnpipe.schedule import pipeline_bytes
+from lightning_gnnpipe.planning.traffic import pipeline_bytes
 from lightning_gnnpipe.types import TrafficKind
 from tests.helpers.observed import NUM_CLASSES, NUM_NODES, WIDTH, fit
 from tests.helpers.steps import make_stats
@@ -58,7 +58,6 @@ def test_csv_has_all_figures_of_every_epoch(num_stages: int, tmp_path: Path) -> 
     lines = fit_csv(tmp_path, *callbacks, num_stages=num_stages, log_every_n_steps=1)
     assert [int(line["epoch"]) for line in lines] == [0, 1, 2]
     formula = pipeline_bytes(
-        num_stages=num_stages,
         num_nodes=NUM_NODES,
         row_bytes=[WIDTH * 4] * (num_stages - 1),
         output_row_bytes=NUM_CLASSES * 4,

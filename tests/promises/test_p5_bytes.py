@@ -12,7 +12,7 @@ from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule
 from lightning_gnnpipe.models import GCNII, GNN, NodeClassifier
-from lightning_gnnpipe.schedule import graph_parallel_bytes, pipeline_bytes
+from lightning_gnnpipe.planning.traffic import graph_parallel_bytes, pipeline_bytes
 from lightning_gnnpipe.types import CodecOption, RepeatOption
 from tests.helpers.cases import slow
 from tests.helpers.encoders import WIDTH, EdgeEncoded
@@ -93,7 +93,6 @@ def test_p5_bytes_equal_the_formula(
         assert step.get("tied_grad", 0) == 2 * tied
         assert not step.keys() - {"forward", "backward", "output", "tied_grad", "control"}
     assert crossing + outputs + 2 * tied == pipeline_bytes(
-        num_stages=num_stages,
         num_nodes=N,
         row_bytes=[row_bytes] * (num_stages - 1),
         output_row_bytes=C * FLOAT,
