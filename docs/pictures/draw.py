@@ -68,7 +68,7 @@ def draw_idea() -> Picture:
     picture.line([(580, 171), (722, 171)], MUTED, 1.5, is_dashed=True)
     picture.text((722, 115), "device 1", 13, CHUNKS[1], "end", is_bold=True)
     picture.text((722, 227), "device 0", 13, CHUNKS[0], "end", is_bold=True)
-    picture.text((570, 297), "rows cross once a cut, in chunks", 12, MUTED)
+    picture.text((570, 297), "activations cross once a cut, in chunks", 12, MUTED)
     picture.text((570, 317), "however deep the network, however the graph is cut", 12, MUTED)
     return picture
 
@@ -130,13 +130,13 @@ def draw_schedule(num_stages: int, order: tuple[int, ...]) -> Picture:
 def draw_history() -> Picture:
     """Return a history while the third of four chunks is computed."""
     done, now = ORDER[:2], ORDER[2]
-    picture = Picture(760, 300, "A layer's history while a chunk pushes its rows and pulls others")
+    picture = Picture(760, 300, "A history while a chunk pushes its embeddings and pulls others")
     picture.text((110, 26), f"chunk {now} arrives", 14, is_bold=True)
     picture.text((110, 46), "third in the order 2, 0, 3, 1", 12, MUTED)
     picture.text((385, 26), "history of this layer", 14, is_bold=True)
-    picture.text((385, 46), "one row per node", 12, MUTED)
+    picture.text((385, 46), "one embedding per node", 12, MUTED)
     picture.text((650, 26), "what the layer computes", 14, is_bold=True)
-    picture.text((650, 46), "only rows of the chunk", 12, MUTED)
+    picture.text((650, 46), "only the chunk's nodes", 12, MUTED)
     rows = {chunk: 66 + 54 * chunk for chunk in range(4)}
     notes = {True: "fresh: this epoch", False: "stale: the last epoch"}
     for chunk, y in rows.items():
@@ -147,11 +147,11 @@ def draw_history() -> Picture:
         picture.text((385, y + 33), "written now" if is_now else notes[is_fresh], 11, ink)
     y = rows[now]
     picture.box((40, y), (140, 46), CHUNKS[now], INK)
-    picture.text((110, y + 23), f"rows of chunk {now}", 13, PAPER)
+    picture.text((110, y + 23), f"chunk {now}", 13, PAPER)
     picture.line([(184, y + 23), (296, y + 23)], INK, 2, is_arrow=True)
     picture.text((240, y + 11), "push", 12, INK)
     picture.box((580, y - 54), (140, 46), PAPER, CHUNKS[now])
-    picture.text((650, y - 31), f"next rows of chunk {now}", 12)
+    picture.text((650, y - 31), f"chunk {now}, next layer", 12)
     for chunk, start in rows.items():
         target = (576, y - 46 + 10 * chunk)
         is_stale = chunk != now and chunk not in done
