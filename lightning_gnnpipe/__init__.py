@@ -9,7 +9,6 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_gnnpipe.callbacks import (
     BoundedStaleness,
-    ChunkProgress,
     EmbeddingRefresh,
     PipelineMonitor,
     StalenessMonitor,
@@ -26,7 +25,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BoundedStaleness",
-    "ChunkProgress",
     "EmbeddingRefresh",
     "FullGraphDataModule",
     "GNNPipeStrategy",

@@ -31,6 +31,7 @@ REMOVED_VALUES = dict.fromkeys(_DEFAULT_METHODS, _DEFAULT) | {
 REMOVED_CLASSES = dict.fromkeys(_DEFAULT_CLASSES, _DEFAULT) | {
     "AdaptiveHalo": "Use BoundedStaleness, or a 'halo_codec' of more bits.",
     "AdaptiveStaleness": "Use StalenessWarmup for exact epochs, and StalenessMonitor to see drift.",
+    "ChunkProgress": "Use Trainer(profiler='pytorch'), which shows the chunks of a step.",
     "DroppedGradients": "Use staleness='constant', or 'gnnpipe' for a scale of 2.",
     "LastRows": "Use staleness='constant'.",
     "RenewedRows": "Use the callback EmbeddingRefresh(every_n_epochs=n, how='exact').",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,8 @@ def test_a_logger_may_draw_the_model(tmp_path: Path) -> None:
 
 def rows_of(text: str) -> tuple[list[str], int]:
     """Return the layers of each row of the table, and the sum of their parameters."""
-    rows = [line.split("│") for line in text.splitlines() if "convs." in line]
-    return [row[2].strip() for row in rows], sum(int(row[3].replace(",", "")) for row in rows)
+    rows = [re.split("  +", line.strip()) for line in text.splitlines() if "convs." in line]
+    return [row[1] for row in rows], sum(int(row[2].replace(",", "")) for row in rows)
 
 
 @pytest.mark.some_cases(2)
@@ -120,14 +121,6 @@ ROWS = (
 
 
 def test_costs_are_shown_where_they_were_measured() -> None:
-    text = format_stages(ROWS)
-    assert "cost [ms]" in text and "12.3" in text and "500.0" in text and "1,200" in text
-    assert "outside the pipelined module" in text and "3 layers in 2 stages" in text
-    assert "cost" not in format_stages(ROWS[2:])
-
-
-def test_without_rich_the_table_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_gnnpipe.report.find_spec", lambda name: None)
     assert format_stages(ROWS).splitlines() == [
         "Pipeline: 3 layers in 2 stages",
         "stage  layers                        parameters  cost [ms]",
@@ -135,3 +128,4 @@ def test_without_rich_the_table_is_plain(monkeypatch: pytest.MonkeyPatch) -> Non
         "    1  lin (repeated), c                    300      500.0",
         "  all  outside the pipelined module           7           ",
     ]
+    assert "cost" not in format_stages(ROWS[2:])

@@ -1,8 +1,8 @@
-"""Callbacks that control staleness, and that log staleness, progress and pipeline figures."""
+"""Callbacks that control staleness, and that log staleness and pipeline figures, or draw a step."""
 
 from __future__ import annotations
 
-from lightning_gnnpipe.callbacks.monitor import ChunkProgress, PipelineMonitor, StalenessMonitor
+from lightning_gnnpipe.callbacks.monitor import PipelineMonitor, StalenessMonitor
 from lightning_gnnpipe.callbacks.staleness import (
     BoundedStaleness,
     EmbeddingRefresh,
@@ -12,7 +12,6 @@ from lightning_gnnpipe.callbacks.timeline import TimelineCallback
 
 __all__ = [
     "BoundedStaleness",
-    "ChunkProgress",
     "EmbeddingRefresh",
     "PipelineMonitor",
     "StalenessMonitor",

@@ -54,7 +54,9 @@ class Step:
             "backward": [value for value in self._sent if value.requires_grad],
         }
         self._states: dict[int, _ChunkState] = {}  # by chunk
-        self.recorder = Recorder(self._mesh.rank, lambda: spec.transport.waited_s)
+        self.recorder = Recorder(
+            self._mesh.rank, self._stage.index, lambda: spec.transport.waited_s
+        )
 
     def forward(self) -> list[Tensor]:
         """Run the forward phase; return the outputs on all ranks, `[num_rows, *]` in user order."""

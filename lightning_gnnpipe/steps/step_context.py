@@ -18,8 +18,6 @@ from lightning_gnnpipe.errors import GraphError, UnsupportedError
 from lightning_gnnpipe.graph import ContentNumbers, fold, tensors_in, text_fingerprint
 from lightning_gnnpipe.steps.weight_reads import WeightReads
 
-OnChunk = Callable[[int, int], None]
-
 _LOSS_TOLERANCE = 1e-4
 
 
@@ -39,8 +37,6 @@ class Controls:
         takes_snapshot: Take a snapshot of all rows after the forward pass.
         records_staleness: Record which chunks are read stale, and how far rows drift.
         is_synchronous: Let shards wait for each other's rows, even with `async_halo`.
-        on_chunk: Called on this rank after each chunk, forward and backward, with the number of
-            chunks done and the total: twice the number of chunks.
     """
 
     is_exact: bool = False
@@ -50,7 +46,6 @@ class Controls:
     takes_snapshot: bool = False
     records_staleness: bool = False
     is_synchronous: bool = False
-    on_chunk: OnChunk | None = None
 
     def reset(self) -> None:
         """Switch all requests off."""

@@ -61,9 +61,6 @@ class TrainingPass:
 
     def forward(self, controls: Controls, number: int, *, is_first: bool = True) -> list[Tensor]:
         """Run the forward phase of pass `number`; `is_first`: no other one awaits its backward."""
-        if (on_chunk := controls.on_chunk) is not None:
-            total = 2 * self._spec.plan.num_chunks
-            self._step.recorder.on_event = lambda num_done: on_chunk(num_done, total)
         if is_first:
             self._spec.transport.meter.clear()
         store = self._store

@@ -7,7 +7,6 @@ an example input, or a logger that draws the model, runs it on one rank alone.
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -279,7 +278,7 @@ def _print_stages(
 ) -> None:
     """Print the table of stages without breaking the progress bar; see `describe_stages`."""
     rows = describe_stages(trainer.lightning_module, pipelined, stages, users, costs)
-    text = format_stages(rows, shutil.get_terminal_size().columns)
+    text = format_stages(rows)
     bar = trainer.progress_bar_callback
     if isinstance(bar, TQDMProgressBar) and bar.is_enabled:
         bar.print(text)

@@ -8,7 +8,6 @@ import lightning as L
 import pytest
 
 from lightning_gnnpipe import (
-    ChunkProgress,
     EmbeddingRefresh,
     GNNPipeStrategy,
     PipelineMonitor,
@@ -44,10 +43,10 @@ def test_arguments_are_checked(
             make(value)
 
 
-CALLBACKS = ChunkProgress(), PipelineMonitor(), StalenessMonitor(), StalenessWarmup(1)
+CALLBACKS = PipelineMonitor(), StalenessMonitor(), StalenessWarmup(1), TimelineCallback()
 
 
-@pytest.mark.parametrize("callback", [*CALLBACKS, TimelineCallback()])
+@pytest.mark.parametrize("callback", CALLBACKS)
 def test_callbacks_need_the_strategy(callback: L.Callback) -> None:
     trainer = L.Trainer(accelerator="cpu", devices=1, callbacks=[callback], logger=False)
     name = type(callback).__name__

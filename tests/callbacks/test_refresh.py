@@ -12,7 +12,6 @@ import pytest
 
 from lightning_gnnpipe import (
     BoundedStaleness,
-    ChunkProgress,
     EmbeddingRefresh,
     PipelineMonitor,
     StalenessMonitor,
@@ -29,7 +28,6 @@ MAKE: dict[str, Callable[[], L.Callback]] = {
     "monitor": lambda: StalenessMonitor(2),
     "pipeline": lambda: PipelineMonitor(3, logs_staleness=False),
     "bounded": lambda: BoundedStaleness(2),
-    "progress": ChunkProgress,
 }
 
 
@@ -40,8 +38,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     train = PipelineEngine._train
 
     def watched(self: PipelineEngine, *args: Any, **kwargs: Any) -> Any:
-        requests = asdict(self.controls)
-        found.append({name: value for name, value in requests.items() if name != "on_chunk"})
+        found.append(asdict(self.controls))
         return train(self, *args, **kwargs)
 
     monkeypatch.setattr(PipelineEngine, "_train", watched)

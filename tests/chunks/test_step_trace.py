@@ -12,11 +12,11 @@ import psutil
 import pytest
 import torch
 
+from lightning_gnnpipe.callbacks.timeline import describe_step
 from lightning_gnnpipe.chunks import TraceEvent, phases
 from lightning_gnnpipe.chunks import step_trace as memory
 from lightning_gnnpipe.chunks.step_trace import RankRecord, merge_stats, peak_memory_bytes
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.report import timeline_title
 from tests.helpers.observed import NUM_LAYERS, make_data, make_module, make_trainer
 from tests.helpers.steps import make_stats
 
@@ -89,7 +89,7 @@ def test_ranks_are_named_after_their_places() -> None:
     assert replicas.rank_names() == [
         [f"replica {replica}", f"stage {stage}"] for replica in range(2) for stage in range(2)
     ]
-    assert timeline_title(replicas).startswith("2 replicas of 2 stages, 2 chunks, ")
+    assert describe_step(replicas).startswith("2 replicas of 2 stages, 2 chunks, ")
 
 
 @pytest.mark.parametrize("has_status", [True, False])
