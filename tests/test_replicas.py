@@ -23,7 +23,7 @@ from torchmetrics import MeanMetric
 
 from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
-from lightning_gnnpipe.trainer.loaders import SameLengthLoader
+from lightning_gnnpipe.trainer.replicas import SameLengthLoader
 from tests.helpers import observed
 from tests.helpers.batches import NUM_FEATURES, NUM_TARGETS, SIZES, WIDTH, GraphModule, draw_batch
 from tests.helpers.cases import slow
