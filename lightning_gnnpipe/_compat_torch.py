@@ -114,52 +114,6 @@ def ignoring_classes() -> Any:
     return torch._C.DisableTorchFunctionSubclass()
 
 
-_SAVED = "_saved_"  # prefix of a function's saved values
-# Functions that save which rows they have chosen, by the values of weights.
-_CHOOSING = ("Max", "Min", "Sort", "Topk", "Kthvalue", "Mode", "Median", "Cum")
-
-
-def saved_data(node: Any) -> list[Tensor]:
-    """Return the tensors that an autograd function received without gradient, and saved."""
-    if hasattr(node, "saved_tensors"):  # written in Python
-        values = list(node.saved_tensors)
-    else:
-        kind = node.name()
-        names = [name for name in dir(node) if name.startswith(_SAVED)]
-        values = [getattr(node, n) for n in names if _is_given(kind, n.removeprefix(_SAVED))]
-    flat = [one for value in values for one in (value if isinstance(value, tuple) else (value,))]
-    return [one for one in flat if isinstance(one, Tensor) and not one.requires_grad]
-
-
-def saved_options(node: Any) -> dict[str, Any]:
-    """Return the numbers and flags that an autograd function received, by name."""
-    names = [name for name in dir(node) if name.startswith(_SAVED)]
-    values = {name.removeprefix(_SAVED): getattr(node, name) for name in names}
-    plain = (bool, int, float, str, type(None))
-
-    def is_plain(value: Any) -> bool:
-        parts = value if isinstance(value, tuple | list) else [value]
-        return all(isinstance(one, plain) for one in parts)
-
-    return {name: value for name, value in values.items() if is_plain(value)}
-
-
-def shape_of_output(node: Any, index: int) -> tuple[int, ...]:
-    """Return the shape of an output of an autograd function, or of a leaf."""
-    if hasattr(node, "variable"):
-        return tuple(node.variable.shape)
-    return tuple(node._input_metadata[index].shape)
-
-
-def _is_given(kind: str, name: str) -> bool:
-    """Whether the function received the saved value `name`, rather than computed it."""
-    if name.startswith("result"):
-        return "Dropout" in kind  # its mask
-    if name.startswith(("running", "logsumexp", "philox", "rng_state", "cum_seq", "output")):
-        return False
-    return not (name == "indices" and kind.startswith(_CHOOSING))
-
-
 def add_first_post_hook(
     optimizer: torch.optim.Optimizer, hook: Callable[..., None]
 ) -> Callable[[], None]:

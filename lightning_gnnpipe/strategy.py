@@ -279,7 +279,7 @@ class GNNPipeStrategy(LightningStrategy):
 
     def on_validation_end(self) -> None:
         self.engine.set_step(is_validating=False)
-        self.engine.note_validation()
+        self.engine.statistics.warn()
 
     # Collectives.
 

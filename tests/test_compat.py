@@ -46,7 +46,7 @@ OWNERS = {
     f"{LIGHTNING}.loops.fetchers:": "_DataLoaderIterDataFetcher",
     f"{LIGHTNING}:LightningModule.": "_trainer",
     f"{LIGHTNING}:Trainer.": "_accelerator_connector _active_loop _signal_connector _teardown "
-    "fit_loop._data_fetcher fit_loop._skip_backward fit_loop.epoch_loop._should_check_val_fx "
+    "fit_loop._skip_backward "
     "predict_loop._data_fetcher",
     f"{LIGHTNING}.callbacks:": "ModelCheckpoint._last_global_step_saved "
     "StochasticWeightAveraging._average_model",
@@ -90,9 +90,9 @@ INSTANCES: dict[str, tuple[Any, ...]] = {
 }
 # Not attributes of anything before they are set: torch.compile's, and prefixes of names.
 UNLISTED = {
-    *("_saved_", "_orig_mod", "_propagate_", "_message_", "_aggregate_", "_edge_update_"),
+    *("_orig_mod", "_propagate_", "_message_", "_aggregate_", "_edge_update_"),
     *("_propagate", "_global_", "_torchdynamo_orig_callable"),
-    *("_input_metadata", "_optimizer_step_post_hooks"),  # of instances alone
+    "_optimizer_step_post_hooks",  # of instances alone
 }
 # Parts of keys and of the user's names, and the mark of a namedtuple, which Python documents.
 HARMLESS = {

@@ -79,12 +79,13 @@ class BoundedStaleness(PipeCallback):
 class EmbeddingRefresh(PipeCallback):
     """Renews the embeddings that stale reads return, every n epochs.
 
-    With `how="exact"`, a forward pass without overlap recomputes all histories before every n-th
-    epoch, with the present weights and without dropout. It costs nothing if validation has just run
-    on the same weights and inputs: its rows are used.
+    With `how="exact"`, all historical embeddings are replaced before every n-th epoch by those of
+    the present weights, without dropout. They come from the validation that has just run, if it ran
+    on the training graph with the same weights, and cost nothing then; else a forward pass without
+    overlap computes them, as it does with norms over all nodes and with `async_halo`.
 
-    With `how="snapshot"`, stale reads return a copy of all rows, taken after every n-th epoch and
-    every exact one. The copy takes as much memory as the histories.
+    With `how="snapshot"`, stale reads return a copy of all embeddings, taken after every n-th epoch
+    and every exact one. The copy takes as much memory as the histories.
 
     Source: GNNPipe (arXiv 2308.10087), technique 2, for "snapshot"; the paper's n is 23.
 

@@ -20,7 +20,7 @@ from lightning_gnnpipe._compat_torch import global_hooks, hooks_of_module, hooks
 from lightning_gnnpipe.batches import BatchPasses, check_replicas
 from lightning_gnnpipe.calls import Call, Inputs, Kind
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.engine.histories import Histories, PlannedGraph
+from lightning_gnnpipe.engine.histories import PlannedGraph
 from lightning_gnnpipe.engine.known_graphs import GraphCache
 from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
 from lightning_gnnpipe.layers import check_support
@@ -153,32 +153,6 @@ class EngineChecks:
                 "partition='metis' or graph_parallel, and compare with num_chunks=1.",
                 f"{100 * graph.cut_frac:.0f} %",
             )
-
-    def rows(self, own: Histories, step: int, *, averages_weights: bool) -> None:
-        """Warn once if stale rows should come from validation, but validation wrote none."""
-        if not own.takes_rows(step):
-            return
-        norms = self._model.intercepted.norms
-        remedy = "Validate after every epoch, with the inputs of training."
-        if norms:
-            why = (
-                f"'{next(iter(norms))}' normalises over all nodes, by other statistics in "
-                "training than in validation"
-            )
-            remedy = "This is the default for such norms: there is nothing to do."
-        elif self._options.messages.is_async:
-            why = "With async_halo shards do not wait for the rows of validation"
-            remedy = "This is a part of asynchronous training."
-        elif averages_weights:
-            why = "Validation may run with averages of the weights"
-            remedy = "staleness='constant' never takes rows of validation."
-        elif own.was_renewed is False:
-            why = "Validation is given other inputs than training, or other weights"
-        else:
-            why = "No validation has run just before a pipelined step"
-        self._fallbacks.tell(
-            why, origin="stale rows of validation", to="stale rows of the last step", remedy=remedy
-        )
 
     def graphs(self, call: Call, inputs: Inputs, graph_of_node: Tensor | None) -> None:
         """Warn once if a batch of several graphs runs as one graph."""

@@ -23,7 +23,6 @@ from lightning_gnnpipe.chunks import PlannedInputs
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.after_step import LastStep, RunningStatistics
 from lightning_gnnpipe.engine.checks import EngineChecks
-from lightning_gnnpipe.engine.histories import RowState
 from lightning_gnnpipe.engine.identity import InputIdentity, InputKey
 from lightning_gnnpipe.engine.known_graphs import GraphCache
 from lightning_gnnpipe.engine.passes import GraphPasses
@@ -188,13 +187,7 @@ class PipelineEngine:
         """Whether the last step left invalid histories on this rank."""
         return self._state.is_lost or not isfinite(self._loss)
 
-    def note_validation(self) -> None:
-        """Record the end of a validation, and whether it renewed histories."""
-        for own in self.graphs.inputs.kept.values():
-            own.was_renewed = own.state is RowState.RENEWED
-        self.statistics.warn()
-
-    def run_state(self, *, is_validation_next: bool = False) -> RunState:
+    def run_state(self) -> RunState:
         """Return the state of the run for a checkpoint, without weights and rows."""
         self.abandon()
         if self._saved is not None:  # resumed, no step yet
@@ -202,15 +195,13 @@ class PipelineEngine:
             state = state if has_histories else state.without_histories()
             return replace(state, num_inferences=self._seeds.num_inferences)
         num_shards = self.transport.mesh.num_shards if self.model.is_split else 1
-        known = self.graphs.inputs
         state = RunState(
             self.options.seed,
             self.num_training_passes,
             self._seeds.num_inferences,
             self.model.stage_layers,
             num_shards,
-            self._passes.input_states(is_validation_next=is_validation_next),
-            tuple(known.seen.items()),
+            self._passes.input_states(),
             stale_norms=tuple(sorted(self.statistics.stale)),
             num_random_inputs=self.identity.num_random,
         )
@@ -261,23 +252,19 @@ class PipelineEngine:
         is_new = mode.reads not in own.filled and not needs_no_history
         if is_new and not is_exact and own.filled:
             self._checks.new_reads()
-        elif is_new and not is_exact and self.graphs.is_cut(inputs):
-            known.tell_change(key)
+        is_first_visit = is_new and not is_exact and own.last_step < 0
+        known.note(key, number + 1, is_new=is_first_visit and self.graphs.is_cut(inputs))
         is_exact = is_exact or is_new
-        is_due = own.state is RowState.REFRESH_DUE
-        if is_due and not is_exact and not needs_no_history:
+        if own.is_refresh_due and not is_exact and not needs_no_history:
             self._passes.refresh(call, inputs, own, key)
         is_exact = is_exact or (own.graph.plan.num_chunks == 1 and self._passes.sends_exactly)
-        known.note(key, number)
         spec = self._passes.open_training(mode, own, is_exact=is_exact)
         running = TrainingPass(spec, own.store, self.model, is_exact=is_exact)
-        if not is_exact and not needs_no_history:
-            self._checks.rows(own, number, averages_weights=self.step.averages_weights)
         if not is_exact:
             self.statistics.note_pipelined(self.model.intercepted.norms)
         own.inputs.load(call, inputs, key.leaves)
         output = self._run(running, call, mode)
-        own.state, own.last_step, own.frozen = RowState.WRITTEN, number, mode.frozen
+        own.end_step(number, mode.frozen)
         if is_exact:
             own.filled = {mode.reads}
         return output
@@ -340,7 +327,7 @@ class PipelineEngine:
         key = key.reading(mode.layers.read_leaves(), mode.options, agreed.input)
         is_kept = self._state.num_awaiting > 0 or self.step.averages_weights
         own = None if is_kept else self._passes.trained_alike(key, mode, graph)
-        renews = own is not None and self._passes.can_renew(own, self.num_training_passes)
+        renews = own is not None and self._passes.can_renew(own)
         if renews:
             self._state.begin()
         # A training pass that awaits its backward still needs its own inputs.

@@ -7,7 +7,6 @@ arguments. A step reads only rows that a step on the same input has written.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from enum import Enum, auto
 
 from lightning_gnnpipe.chunks import PlannedInputs
 from lightning_gnnpipe.comm import Transport
@@ -38,14 +37,6 @@ class PlannedGraph:
         self.reading = MessageContext(store, plan)
 
 
-class RowState(Enum):
-    """What the next step finds in the histories of an input."""
-
-    WRITTEN = auto()  # rows of the last step on the input
-    RENEWED = auto()  # rows that an exact pass has computed with the present weights
-    REFRESH_DUE = auto()  # an exact pass must recompute all rows before the next step
-
-
 class Histories:
     """Histories of one input; empty until an exact step writes them.
 
@@ -53,8 +44,8 @@ class Histories:
         inputs: Of the next pass; the inputs of the graph, or own ones for a later call in the step.
         filled: `Mode.reads` of the exact steps that have filled them.
         frozen: Per weight: whether it needed no gradient in the last step.
-        state: See `RowState`.
-        was_renewed: Whether the last validation renewed the rows; None before the first.
+        is_renewed: Whether an exact pass has computed all embeddings since the last step.
+        is_refresh_due: Whether one must before the next step.
     """
 
     def __init__(
@@ -63,32 +54,29 @@ class Histories:
         options: HistoryOptions,
         transport: Transport,
         *,
-        is_kept: bool = True,
         is_first: bool = True,
     ) -> None:
-        self.graph, self._transport, self.is_kept = graph, transport, is_kept
+        self.graph, self._transport = graph, transport
         self.inputs = graph.inputs if is_first else PlannedInputs(graph.plan)
         self.filled: set[Hashable] = set()
         self.frozen: tuple[bool, ...] = ()
         self.last_step = -1
-        self.state = RowState.WRITTEN
-        self.was_renewed: bool | None = None
+        self.is_renewed = self.is_refresh_due = False
         self._make(options)
 
     def ask_refresh(self) -> None:
         """Have all rows recomputed before the next step, unless they are new."""
-        if self.state is not RowState.RENEWED:
-            self.state = RowState.REFRESH_DUE
-
-    def takes_rows(self, step: int, *, is_asked: bool = False) -> bool:
-        """Whether rows of validation may replace all rows before training pass `step`."""
-        takes = self.store.options.method.takes_validation or is_asked
-        return takes and step > 0 and self.state is not RowState.RENEWED
+        self.is_refresh_due = not self.is_renewed
 
     def renew(self) -> None:
         """Record that an exact pass without dropout has written all rows."""
         self.store.on_renewed()
-        self.state = RowState.RENEWED
+        self.is_renewed, self.is_refresh_due = True, False
+
+    def end_step(self, number: int, frozen: tuple[bool, ...]) -> None:
+        """Record that training pass `number` has written all rows."""
+        self.last_step, self.frozen = number, frozen
+        self.is_renewed = self.is_refresh_due = False
 
     def drain(self) -> None:
         """Wait for messages between shards, and discard them."""
@@ -97,7 +85,7 @@ class Histories:
 
     def drop(self) -> None:
         """Free the rows; the next training step on this input is exact."""
-        self.state = RowState.WRITTEN
+        self.is_renewed = self.is_refresh_due = False
         self.drain()
         self._make(self.store.options)
         self.filled.clear()

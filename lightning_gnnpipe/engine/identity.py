@@ -1,34 +1,35 @@
-"""Fingerprints of a step's inputs, and of the data behind computed inputs.
+"""What tells the inputs of two training steps apart.
 
-The output of a trained encoder changes in each step because its weights do, but its data may stay
-the same. Autograd saves most of the data that a function received:
+Historical embeddings are read only by a step on the input that they were computed from. An input is
+a graph, the tensors that reach the pipelined module, and what the module holds beside its weights:
 
-    x = lin(features)                          features
-    x = dropout(lin(features))                 features, the mask
-    x = emb(ids) + label_emb(known labels)     ids, known labels
-    x = cat([emb.weight, features])            features, which are a part of x
-    x = emb.weight + noise                     nothing: the noise is hidden
+    x = data.x                          its content, hashed again only after a write
+    x = encoder(data.x)                 the batch, and the state of the outer module
+    x = encoder(dropout(data.x))        new in each step, since random numbers were drawn in it
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from operator import is_not
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch_geometric.data.data import BaseData
 
-from lightning_gnnpipe._compat_torch import saved_data, saved_options, shape_of_output, version_of
 from lightning_gnnpipe.calls import Call, Inputs, Kind
-from lightning_gnnpipe.graph import ContentNumbers, fold, sample_of, tensors_in, text_fingerprint
-from lightning_gnnpipe.stages import Reads, is_traced_through
+from lightning_gnnpipe.graph import ContentNumbers, fold, tensors_in, text_fingerprint
+from lightning_gnnpipe.stages import is_traced_through
 from lightning_gnnpipe.types import CrossChunkEdges
 
 _CALL = "call in the step"
-_LIBRARIES = ("torch.", "torch_geometric.")
+_LIBRARIES = ("torch.", "torch_geometric.", "torchmetrics.")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_OF_TORCH = frozenset(vars(nn.Module()))
+_PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +79,23 @@ class InputIdentity:
     def __init__(
         self, module: nn.Module, contents: ContentNumbers, cross_edges: CrossChunkEdges
     ) -> None:
-        self._contents, self._cross_edges = contents, cross_edges
+        self._module, self._contents, self._cross_edges = module, contents, cross_edges
         self._held = _ModuleTensors(module, contents)
-        self._parts = _PartOptions(module, contents)
+        self._options = _LayerOptions(module)
         self._owner: nn.Module = module
         self._random_state: Callable[[], Mapping[str, Any]] = dict
         self._before: Mapping[str, Any] | None = None
-        self._needs_random = True
+        self._is_first, self._has_trained = True, False  # step; inputs that need gradients
         self.num_random = 0
 
     def begin_step(self, owner: nn.Module, random_state: Callable[[], Mapping[str, Any]]) -> None:
         """Start a step of `owner`; `random_state` returns the state of all random streams."""
         self._owner, self._random_state = owner, random_state
-        self._before = random_state() if self._needs_random else None
+        self._before = random_state() if self._is_first or self._has_trained else None
+        self._is_first = False
 
     def of(self, call: Call, inputs: Inputs, batch: Callable[[], int]) -> InputKey:
-        """Return the key of a call on one graph."""
-        self._needs_random = self._needs_random and not torch.is_grad_enabled()
+        """Return the key of a call on one graph; `batch` returns a fingerprint of the batch."""
         parts = {"option": text_fingerprint(repr((call.signature, self._cross_edges)))}
         names = tuple(f"'{name}'" for name in call.names)
         leaves: list[int | None] = []
@@ -105,143 +106,148 @@ class InputIdentity:
             leaves.append(number)
             if is_weight:
                 continue
-            parts[name] = self._of_computed(leaf, batch) if number is None else number
+            parts[name] = self._of_trained(leaf, batch) if number is None else number
             if kind is Kind.EDGE_INDEX:
                 graph.append(parts[name])
         parts |= self._held.numbers()
-        parts["option of a layer"] = self._parts.number()
+        parts["option of a layer"] = self._options.number()
         return InputKey(fold(graph), tuple(leaves), parts, names)
 
     def end_pass(self) -> None:
         """Accept changes by the forward itself, which are no new input."""
         self._held.accept()
-        self._parts.accept()
+        self._options.accept()
 
-    def _of_computed(self, leaf: Tensor, batch: Callable[[], int]) -> int:
-        """Return a fingerprint of the data from which `leaf` was computed."""
-        sources = find_sources(leaf)
-        places = {id(one): place for place, one in enumerate(self._owner.parameters())}
-        weights = [places.get(id(one), -1) for one in sources.weights]
-        text = text_fingerprint(repr((leaf.dtype, list(leaf.shape), weights, sources.functions)))
-        numbers = [text, *(self._contents.of(one) for one in sources.tensors)]
-        if sources.is_hidden:
-            self._needs_random = True
-            numbers += [batch(), self._of_owner()]
-            if self._before is None or not _is_equal(self._before, self._random_state()):
-                self.num_random += 1  # random numbers drawn in this step
-                numbers.append(self.num_random)
+    def _of_trained(self, leaf: Tensor, batch: Callable[[], int]) -> int:
+        """Return a fingerprint of what `leaf`, which needs a gradient, was computed from."""
+        text = text_fingerprint(repr((leaf.dtype, list(leaf.shape))))
+        if leaf.is_leaf:
+            places = enumerate(self._owner.parameters())
+            place = next((place for place, one in places if one is leaf), None)
+            return fold([text, self._contents.of(leaf) if place is None else place])
+        numbers, self._has_trained = [text, batch(), self._of_owner()], True
+        if self._before is None or not _is_equal(self._before, self._random_state()):
+            self.num_random += 1
+            numbers.append(self.num_random)
         return fold(numbers)
 
     def _of_owner(self) -> int:
-        """Return a fingerprint of the user's module without weights."""
-        inside = {id(one) for one in self._held.module.modules()}
-        held: list[Any] = []
+        """Return a fingerprint of the user's module without weights and statistics of norms."""
+        inside, held = {id(one) for one in self._module.modules()}, list[Any]()
         for one in self._owner.modules():
             if id(one) not in inside:
-                held += [v for n, v in vars(one).items() if n[:1] != "_" and n != "training"]
-                held += one.buffers(recurse=False)
-        numbers = [self._contents.of(one) for one in tensors_in(held) if _is_dense(one)]
-        states = [one.get_state() for one in held if isinstance(one, torch.Generator)]
-        numbers += [self._contents.of(one) for one in states]
-        plain = [one for one in held if isinstance(one, bool | int | float | str)]
-        return fold([*numbers, text_fingerprint(repr(plain))])
+                held += (_buffers(one) | _attributes(one)).values()
+        numbers = [self._of_value(one) for one in held]
+        return fold(number for several in numbers for number in several)
+
+    def _of_value(self, value: Any) -> list[int]:
+        """Return fingerprints of a tensor, a graph, a random stream or a plain value."""
+        if isinstance(value, torch.Generator):
+            value = value.get_state()
+        elif isinstance(value, np.random.Generator):
+            value = repr(value.bit_generator.state)
+        elif isinstance(value, random.Random):
+            value = repr(value.getstate())
+        if isinstance(value, _PLAIN):
+            return [text_fingerprint(repr(value))]
+        if not isinstance(value, Tensor | BaseData):
+            return []
+        found = [one for one in tensors_in(value) if not one.requires_grad and _is_dense(one)]
+        return [self._contents.of(one) for one in found]
 
 
-class _PartOptions:
-    """Plain options of submodules that run untraced."""
+def _buffers(module: nn.Module) -> dict[str, Any]:
+    """Return buffers other than statistics, which a norm updates in each step."""
+    found = module.named_buffers(recurse=False)
+    return {name: one for name, one in found if name not in _STATISTICS}
 
-    def __init__(self, module: nn.Module, contents: ContentNumbers) -> None:
-        self._module, self._contents = module, contents
-        self._modules: list[nn.Module] = []
-        self._reads = Reads()
-        self._values: tuple[Hashable, ...] | None = None
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes that user code has set; of modules of libraries, none."""
+    if f"{type(module).__module__}.".startswith(_LIBRARIES):
+        return {}
+    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+
+
+class _LayerOptions:
+    """Plain options of submodules that run untraced, except rates of dropout."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._values: list[Any] | None = None
         self._number = 0
 
     def number(self) -> int:
-        modules = list(self._module.modules())
-        if len(modules) != len(self._modules) or any(map(is_not, modules, self._modules)):
-            self._modules, self._values = modules, None
-            self._reads = Reads.of_parts(self._module, is_traced_through)
-        values = self._reads.values()
+        values = self._present()
         if values != self._values:
-            self._values = values
-            plain = self._reads.plain(values, self._contents.of)
-            self._number = text_fingerprint(repr(plain))
+            self._values, self._number = values, text_fingerprint(repr(values))
         return self._number
 
     def accept(self) -> None:
         """Keep the fingerprint despite new values: a forward may count its own calls."""
-        if self._values is not None:
-            self._values = self._reads.values()
+        self._values = self._present()
+
+    def _present(self) -> list[Any]:
+        return [
+            (name, tuple(value) if isinstance(value, list) else value)
+            for part in self._module.modules()
+            if not is_traced_through(part)
+            for name, value in vars(part).items()
+            if _is_plain(value) and name not in _OF_TORCH and not _is_rate(part, name)
+        ]
+
+
+def _is_plain(value: Any) -> bool:
+    parts = value if isinstance(value, list | tuple) else (value,)
+    return all(isinstance(one, _PLAIN) for one in parts)
+
+
+def _is_rate(part: nn.Module, name: str) -> bool:
+    return name == "dropout" or (name == "p" and "Dropout" in type(part).__name__)
 
 
 class _ModuleTensors:
     """Tensors that a module holds besides weights; changes by its own forward do not count."""
 
     def __init__(self, module: nn.Module, contents: ContentNumbers) -> None:
-        self.module, self._contents = module, contents
-        self._held: dict[str, _Known] = {}
-        self._own: set[str] = set()
-        self._names: set[str] = set()  # before the forward
+        self._module, self._contents = module, contents
+        self._numbers: dict[str, int] = {}
+        self._after: dict[str, int] = {}  # contents at the end of the last forward
         self._made: set[str] = set()  # by a forward
+        self._own: set[str] = set()
 
     def numbers(self) -> dict[str, int]:
-        before, self._held, found = self._held, {}, list(self._tensors())
-        self._names = {name for name, *_ in found}
-        for name, module, key, tensor in found:
-            if key in _STATISTICS and self._is_norms_own(name, module):
-                continue
-            if name not in self._made and not tensor.requires_grad:
-                known = before.get(name)
-                if known is None or not known.is_as_it_was(tensor):
-                    number = self._contents.of(tensor)
-                    known = _Known(module, key, number)
-                    known.accept(tensor)
-                self._held[name] = known
-        return {name: held.number for name, held in self._held.items()}
+        """Return a fingerprint of each tensor, by name."""
+        before, self._numbers = self._numbers, {}
+        for name, tensor in self._tensors():
+            if name not in self._made:
+                now = self._contents.of(tensor)
+                is_same = name in before and self._after.get(name) == now
+                self._numbers[name] = before[name] if is_same else now
+        return self._numbers
 
-    def _tensors(self) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-        """Yield the tensors that modules hold besides weights: name, module, attribute, tensor."""
-        for prefix, module in self.module.named_modules():
-            held = dict(module.named_buffers(recurse=False))
-            if not type(module).__module__.startswith(_LIBRARIES):  # libraries keep results there
-                held |= vars(module)
+    def accept(self) -> None:
+        """Keep the fingerprints despite writes by the forward."""
+        found = dict(self._tensors())
+        self._made |= found.keys() - self._numbers.keys()
+        kept = self._numbers.keys() & found.keys()
+        self._after = {name: self._contents.of(found[name]) for name in kept}
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for prefix, module in self._module.named_modules():
+            held = dict(module.named_buffers(recurse=False)) | _attributes(module)
             for key, tensor in held.items():
-                if isinstance(tensor, Tensor) and _is_dense(tensor):
-                    yield f"'{prefix}.{key}' of the module".replace("'.", "'"), module, key, tensor
+                name = f"'{prefix}.{key}' of the module".replace("'.", "'")
+                if not isinstance(tensor, Tensor) or tensor.requires_grad or not _is_dense(tensor):
+                    continue
+                if key not in _STATISTICS or not self._is_norms_own(name, module):
+                    yield name, tensor
 
     def _is_norms_own(self, name: str, module: nn.Module) -> bool:
         """Whether the norm itself updates statistic `name` in training; kept in validation."""
         if torch.is_grad_enabled():
             (self._own.add if module.training else self._own.discard)(name)
         return name in self._own or module.training
-
-    def accept(self) -> None:
-        """Keep the fingerprints despite writes by the forward."""
-        self._made |= {name for name, *_ in self._tensors()} - self._names
-        for held in self._held.values():
-            tensor = getattr(held.module, held.key, None)
-            if isinstance(tensor, Tensor):
-                held.accept(tensor)
-
-
-class _Known:
-    """A tensor attribute of a module, and its fingerprint at the last change from outside."""
-
-    def __init__(self, module: nn.Module, key: str, number: int) -> None:
-        self.module, self.key, self.number = module, key, number
-        self._tensor: Tensor | None = None
-        self._version, self._sample = -1, torch.empty(0)
-
-    def accept(self, tensor: Tensor) -> None:
-        """Record the present state of the tensor; later writes change its fingerprint."""
-        if self._tensor is not tensor or self._version != version_of(tensor):
-            self._tensor, self._version = tensor, version_of(tensor)
-            self._sample = sample_of(tensor).clone()
-
-    def is_as_it_was(self, tensor: Tensor) -> bool:
-        is_same = self._tensor is tensor and self._version == version_of(tensor) >= 0
-        return is_same and torch.equal(self._sample, sample_of(tensor))
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -252,76 +258,7 @@ def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     if isinstance(one, Mapping):
-        return all(_is_equal(one[name], other[name]) for name in one)
+        return one.keys() == other.keys() and all(_is_equal(one[n], other[n]) for n in one)
     if isinstance(one, tuple):
         return all(_is_equal(a, b) for a, b in zip(one, other, strict=True))
     return bool(one == other)
-
-
-_MOST_NODES = 5000
-_SAVES_ALL = ("MulBackward", "DivBackward", "MmBackward", "BmmBackward")
-"""Functions that save each operand without a gradient."""
-
-
-@dataclass(slots=True)
-class Sources:
-    """The data behind a tensor; `is_hidden` if autograd has not saved all of it."""
-
-    functions: list[str] = field(default_factory=list)
-    weights: list[Tensor] = field(default_factory=list)
-    tensors: list[Tensor] = field(default_factory=list)
-    is_hidden: bool = False
-
-
-def find_sources(tensor: Tensor) -> Sources:
-    """Return the data from which `tensor`, which needs a gradient, was computed."""
-    found = Sources()
-    if tensor.grad_fn is None:
-        found.weights.append(tensor)
-        return found
-    nodes, seen = [tensor.grad_fn], {tensor.grad_fn}
-    part = _hidden_part(tensor)
-    while nodes:
-        node = nodes.pop()
-        if hasattr(node, "variable"):
-            found.weights.append(node.variable)
-            continue
-        own = saved_data(node)
-        if node is tensor.grad_fn and part is not None:
-            own.append(part)
-        elif any(following is None for following, _ in node.next_functions):
-            found.is_hidden |= not _is_all_saved(node, own)
-        found.tensors += filter(_is_dense, own)
-        found.is_hidden |= not all(map(_is_dense, own))
-        found.functions.append(f"{node.name()} {saved_options(node)}")
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-        if len(seen) > _MOST_NODES:
-            found.is_hidden = True
-            break
-    return found
-
-
-def _is_all_saved(node: Any, saved: list[Tensor]) -> bool:
-    """Whether a function has saved all its operands that need no gradient."""
-    name = node.name()
-    if name.startswith("AddmmBackward"):  # operands: bias and two factors
-        return node.next_functions[0][0] is not None and bool(saved)
-    if "Norm" in name:  # a missing operand is an absent weight
-        return True
-    return name.startswith(_SAVES_ALL) and bool(saved)
-
-
-def _hidden_part(tensor: Tensor) -> Tensor | None:
-    """Return the part of a `cat` output without gradient; None unless there is one part."""
-    node: Any = tensor.grad_fn
-    operands = node.next_functions
-    if not node.name().startswith("CatBackward") or sum(f is None for f, _ in operands) != 1:
-        return None
-    dim = saved_options(node).get("dim", 0) % tensor.dim()
-    sizes = [None if f is None else shape_of_output(f, index)[dim] for f, index in operands]
-    start = sum(size or 0 for size in sizes[: sizes.index(None)])
-    length = tensor.size(dim) - sum(size or 0 for size in sizes)
-    return tensor.detach().narrow(dim, start, length)

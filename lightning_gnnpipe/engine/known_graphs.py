@@ -1,12 +1,12 @@
 """Caches of graphs, and of histories by input.
 
-The first input of training gets histories at once, any further input at its second step:
+The first step on an input is exact, the next ones are pipelined:
 
     step     1      2      3      4      5      6        inputs a, b, c in turn
     input    a      b      c      a      b      c
-             exact  exact  exact  stale  exact  exact    b and c have histories from here on
+             exact  exact  exact  stale  stale  stale
 
-An input that is new in every step runs exactly and takes no memory.
+Histories of up to 16 inputs are kept; a new one takes the place of the least recently used.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class GraphCache:
         self.histories = histories.seen_from(transport.world.device)
         self.inputs = KnownInputs(is_quiet=not transport.world.is_root)
         self.trained: Histories | None = None
-        self._drops_edges = options.cross_edges == "drop"
         self._partitioner = Partitioner(options)
         self._transport = transport
         self._graphs: OrderedDict[tuple[int, bool], PlannedGraph] = OrderedDict()
@@ -59,17 +58,13 @@ class GraphCache:
         return max((one.store.num_bytes for one in self.inputs.kept.values()), default=0)
 
     def for_training(self, key: InputKey, inputs: Inputs, num_bytes: int) -> Histories:
-        """Return the histories for the input of a training step; empty if none are kept."""
-        found = self.inputs.kept.get(key.number)
+        """Return the histories for the input of a training step; empty if it is new."""
+        found = self.inputs.get(key)
         if found is None:
-            is_kept = self.inputs.admits(key, num_bytes)
-            is_cut = is_kept or self._drops_edges
-            graph = (self.cut if is_cut else self.for_inference)(key.graph, inputs)
-            found = Histories(
-                graph, self.histories, self._transport, is_kept=is_kept, is_first=key.call == 0
-            )
-            if is_kept:
-                self.inputs.kept[key.number] = found
+            self.inputs.make_room(key, num_bytes)
+            graph, is_first = self.cut(key.graph, inputs), key.call == 0
+            found = Histories(graph, self.histories, self._transport, is_first=is_first)
+            self.inputs.kept[key.number] = found
         if self.trained is not None and self.trained is not found:
             self.trained.drain()
         self.trained = found
@@ -158,67 +153,59 @@ class GraphCache:
 
 
 _RANDOM = (
-    "If they are new in every step, draw the random numbers in the module's forward, shaped like "
-    "its tensors (dropout, torch.rand_like)."
+    "Draw random numbers in the module's forward, shaped like its tensors (dropout, "
+    "torch.rand_like)."
 )
-_SAMPLED = (
-    "If every batch is a new graph (NeighborLoader, dropped edges), no step is pipelined: train on "
-    "one device, or on the whole graph."
-)
+_SAMPLED = "If every batch is a new graph (NeighborLoader, dropped edges), train on one device."
 
-_MOST_KEPT = 32
+_MOST_KEPT = 16
 _MOST_BYTES = 2 << 30
-_MOST_SEEN = 1024
 
 
 class KnownInputs:
-    """Histories by input number; `seen` has the last training pass on each recent input.
+    """Histories by input number, the least recently used first.
 
     `kept` are those in use; `saved` are of a resumed run, and no step has taken them yet.
     """
 
     def __init__(self, *, is_quiet: bool) -> None:
-        self.seen: OrderedDict[int, int] = OrderedDict()
-        self.last: dict[int, InputKey] = {}  # by call in the step
+        self.kept: OrderedDict[int, Histories] = OrderedDict()
         self.saved: dict[int, SavedHistories] = {}
         self.num_saved_layers = 0
-        self.num_changed = 0
-        self.kept: dict[int, Histories] = {}
+        self._last: dict[int, InputKey] = {}  # by call in the step
+        self._num_new = 0  # steps that were exact because their input was new
+        self._changed: list[str] = []  # what was new in the last of them
+        self._remedy = ""
         self._is_quiet = is_quiet
-        self._fallbacks = Fallbacks(log, is_quiet=is_quiet)
 
     def resume(self, run: SavedRun) -> None:
         self.saved, self.num_saved_layers = run.histories(), sum(run.state.stage_layers)
-        self.seen.update(run.state.seen)
 
-    def admits(self, key: InputKey, num_bytes: int) -> bool:
-        """Whether to keep histories for a new input; may drop the least recently used ones."""
-        number = key.number
-        if number in self.saved or not self.kept or key.call not in self.last:
-            return True
-        if number not in self.seen:
-            return False
-        most = max(1, min(_MOST_KEPT, _MOST_BYTES // max(num_bytes, 1)))
-        if len(self.kept) + len(self.saved) < most:
-            return True
-        oldest = min(self.kept, key=lambda one: self.kept[one].last_step)
-        if self.kept[oldest].last_step < self.seen[number]:
-            self.kept.pop(oldest).drain()
-            return True
-        self._fallbacks.tell(
-            f"Histories are kept for {most} inputs of {num_bytes >> 20} MiB per rank (at most "
-            f"{_MOST_KEPT} inputs and {_MOST_BYTES >> 30} GiB)",
-            origin="pipelined steps",
-            to="exact steps on further inputs",
-        )
-        return False
+    def get(self, key: InputKey) -> Histories | None:
+        """Return the histories of an input, from now on the most recently used."""
+        if key.number in self.kept:
+            self.kept.move_to_end(key.number)
+        return self.kept.get(key.number)
 
-    def note(self, key: InputKey, step: int) -> None:
-        self.last[key.call] = key
-        self.seen[key.number] = step
-        self.seen.move_to_end(key.number)
-        while len(self.seen) > _MOST_SEEN:
-            self.seen.popitem(last=False)
+    def make_room(self, key: InputKey, num_bytes: int) -> None:
+        """Drop the least recently used inputs until one more of `num_bytes` has room."""
+        most = max(key.call + 1, min(_MOST_KEPT, _MOST_BYTES // max(num_bytes, 1)))
+        others = [number for number in self.saved if number != key.number]
+        while len(self.kept) + len(others) >= most:
+            if others:  # no step has used them since the run was resumed
+                del self.saved[others.pop(0)]
+            else:
+                self.kept.popitem(last=False)[1].drain()
+
+    def note(self, key: InputKey, num_steps: int, *, is_new: bool) -> None:
+        """Count step `num_steps`; `is_new`: it is exact because its input is new."""
+        last, self._last[key.call] = self._last.get(key.call), key
+        self._num_new += is_new
+        if is_new and last is not None:
+            self._changed = key.changed(last)
+            self._remedy = _RANDOM if key.graph == last.graph else _SAMPLED
+            if self._num_new > _MOST_KEPT:
+                self.tell_share(num_steps)
 
     def drop_rows(self) -> None:
         """Drop all rows; the next step on each input is exact."""
@@ -226,25 +213,15 @@ class KnownInputs:
         for histories in self.kept.values():
             histories.drop()
 
-    def tell_change(self, key: InputKey) -> None:
-        """Warn once that a step is exact because its input differs from the last."""
-        last = self.last.get(key.call)
-        if last is None or not (names := key.changed(last)):
-            return
-        self.num_changed += 1
-        self._fallbacks.tell(
-            f"{', '.join(names[:3])} of the pipelined module changed since the last step",
-            origin="pipelined steps",
-            to="an exact step for each new input. Rows of neighbours are read from earlier steps "
-            "on the same input only; an input that repeats is pipelined from its third step on",
-            remedy=_RANDOM if key.graph == last.graph else _SAMPLED,
-        )
-
     def tell_share(self, num_steps: int) -> None:
-        """Warn how many steps were exact because of new inputs, if any were."""
-        if self.num_changed and not self._is_quiet:
+        """Warn once if most of `num_steps` training steps were exact because of new inputs."""
+        if self._changed and not self._is_quiet and 2 * self._num_new > num_steps:
+            self._is_quiet = True
             log.warning(
-                "%d of %d training steps were exact, since their inputs were new.",
-                self.num_changed,
+                "%d of %d training steps ran exactly, not pipelined, because %s of the pipelined "
+                "module had changed; historical embeddings are read on the same input only. %s",
+                self._num_new,
                 num_steps,
+                ", ".join(self._changed[:3]),
+                self._remedy,
             )

@@ -18,7 +18,7 @@ from lightning_gnnpipe.chunks import (
 )
 from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.engine.histories import Histories, PlannedGraph, RowState
+from lightning_gnnpipe.engine.histories import Histories, PlannedGraph
 from lightning_gnnpipe.engine.identity import InputKey
 from lightning_gnnpipe.engine.known_graphs import GraphCache
 from lightning_gnnpipe.engine.resume import InputState, take_histories, warn_of_mismatch
@@ -95,7 +95,7 @@ class GraphPasses:
         # Write histories only if a later read is possible.
         is_shared = self._options.histories.recomputes and graph.plan.shard is not None
         has_stale = graph.plan.num_chunks > 1 or self._options.messages.is_async
-        is_written = is_shared or (has_stale and own.is_kept and not self.needs_no_history(graph))
+        is_written = is_shared or (has_stale and not self.needs_no_history(graph))
         context = own.writing if is_written else graph.reading
         return self._open(mode, graph, context, own.inputs, is_exact=is_exact, is_training=True)
 
@@ -143,13 +143,15 @@ class GraphPasses:
             codecs=self.cut_codecs[is_exact],
         )
 
-    def can_renew(self, own: Histories, step: int) -> bool:
-        """Whether a pass without gradients may write the rows of training pass `step`.
+    def can_renew(self, own: Histories) -> bool:
+        """Whether a pass without gradients may write the histories: `EmbeddingRefresh` asks for it.
 
-        Never with asynchronous shards: the pass would receive rows that are still in flight.
+        Not with norms over all nodes, whose statistics differ in training, nor with asynchronous
+        shards, where it would receive rows that are still in flight.
         """
-        takes = own.takes_rows(step, is_asked=self._controls.takes_validation)
-        return takes and not self._options.messages.is_async and not self._model.intercepted.norms
+        if not self._controls.takes_validation or own.is_renewed:
+            return False
+        return not self._options.messages.is_async and not self._model.intercepted.norms
 
     def trained_alike(self, key: InputKey, mode: Mode, graph: PlannedGraph) -> Histories | None:
         """Return the histories if training had the same input and frozen weights, else None."""
@@ -160,15 +162,13 @@ class GraphPasses:
             return None
         return own if own.frozen == mode.frozen else None
 
-    def input_states(self, *, is_validation_next: bool) -> tuple[InputState, ...]:
+    def input_states(self) -> tuple[InputState, ...]:
         """Return the checkpointed state of each input with histories, without rows."""
-        can_renew = not self._model.intercepted.norms and not self._options.messages.is_async
         states = [one.state for one in self._graphs.inputs.saved.values()]
         for number, own in self.kept_inputs().items():
-            renews = can_renew if own.was_renewed is None else own.was_renewed
-            renews, is_asked = renews and is_validation_next, own.state is RowState.REFRESH_DUE
-            states.append(InputState(number, tuple(own.filled), own.last_step, renews, is_asked))
-        return tuple(sorted(states, key=lambda one: one.number))
+            flags = own.is_renewed, own.is_refresh_due
+            states.append(InputState(number, tuple(own.filled), own.last_step, *flags))
+        return tuple(sorted(states, key=lambda one: one.last_step))
 
     def kept_inputs(self) -> dict[int, Histories]:
         """Return the histories that are read, by input number."""

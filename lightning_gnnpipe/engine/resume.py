@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.comm import Mesh
-from lightning_gnnpipe.engine.histories import Histories, RowState
+from lightning_gnnpipe.engine.histories import Histories
 from lightning_gnnpipe.errors import CheckpointError, Fallbacks
 from lightning_gnnpipe.passing import CallKey
 from lightning_gnnpipe.staleness import name_method
@@ -31,16 +31,16 @@ class InputState:
     number: int
     filled: tuple[Hashable, ...]
     last_step: int
-    owes_renewal: bool
-    is_refresh_asked: bool
+    is_renewed: bool
+    is_refresh_due: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
     """State of a run between two steps, without weights and rows.
 
-    `seen`: recent inputs, each as number and last training pass. For the norm and random fields
-    see `RunningStatistics` and `InputIdentity`.
+    `inputs`: the least recently used first. For the norm and random fields see
+    `RunningStatistics` and `InputIdentity`.
     """
 
     seed: int
@@ -49,7 +49,6 @@ class RunState:
     stage_layers: tuple[int, ...]
     num_shards: int
     inputs: tuple[InputState, ...]
-    seen: tuple[tuple[int, int], ...]
     stale_norms: tuple[str, ...]
     num_random_inputs: int
     version: int = _VERSION
@@ -63,7 +62,7 @@ class RunState:
         return asdict(self)
 
     def without_histories(self) -> RunState:
-        return replace(self, inputs=(), seen=())
+        return replace(self, inputs=())
 
     @staticmethod
     def of(saved: Mapping[str, Any]) -> RunState:
@@ -136,7 +135,6 @@ def save_rank(own: Histories) -> dict[str, Any]:
         "histories": histories,
         "moments": moments,
         "method": name_method(store.options.method),
-        "is_renewed": own.state is RowState.RENEWED,
     }
 
 
@@ -152,8 +150,7 @@ def take_histories(
     state = saved.state
     own.last_step = state.last_step
     own.filled.update(state.filled)
-    if state.is_refresh_asked or (state.owes_renewal and own.takes_rows(state.last_step + 1)):
-        own.ask_refresh()
+    own.is_renewed, own.is_refresh_due = state.is_renewed, state.is_refresh_due
     return True
 
 
@@ -206,8 +203,6 @@ def load_ranks(
                 store.moments.load(key, sums, one["total"].to(device), one["center"].to(device))
     row_nodes = graph.plan.row_nodes.cpu()
     of_rows = store.options.device or device  # a GPU may not have room for rows of the host
-    if all(rank["is_renewed"] for rank in ranks):
-        own.state = RowState.RENEWED
     for key, parts in found.items():
         by_chunk = _is_by_chunk(key)
         nodes = torch.cat([nodes for nodes, _ in parts])

@@ -4,7 +4,6 @@ from lightning_gnnpipe.graph.chunk import Chunk
 from lightning_gnnpipe.graph.fingerprint import (
     ContentNumbers,
     fold,
-    sample_of,
     tensor_fingerprint,
     tensors_in,
     text_fingerprint,

@@ -21,8 +21,6 @@ class StalenessMethod:
         dense_scale: Replaces `linear_scale` if more than 70 % of edges lie between chunks, as in
             random chunks or dense graphs; None for no replacement.
         message_scale: Like `linear_scale`, for all other layers, for example attention.
-        takes_validation: A validation just before the step writes the histories: rows of the
-            current weights, without dropout.
         snapshot_steps: Read stale rows from a snapshot, renewed every so many steps and after each
             exact step. None reads the last rows.
     """
@@ -31,7 +29,6 @@ class StalenessMethod:
     linear_scale: float = 1.0
     dense_scale: float | None = None
     message_scale: float = 1.0
-    takes_validation: bool = False
     snapshot_steps: int | None = None
 
     def scale_of_sums(self, cut_frac: float) -> float:
@@ -44,9 +41,7 @@ class StalenessMethod:
 # Source of "gnnpipe": GNNPipe (arXiv 2308.10087), techniques 2 and 3.
 METHODS: Mapping[str, StalenessMethod] = MappingProxyType(
     {
-        "drift": StalenessMethod(
-            follows_drift=True, dense_scale=2.0, message_scale=2.0, takes_validation=True
-        ),
+        "drift": StalenessMethod(follows_drift=True, dense_scale=2.0, message_scale=2.0),
         "constant": StalenessMethod(),
         "gnnpipe": StalenessMethod(linear_scale=2.0, message_scale=2.0, snapshot_steps=23),
     }

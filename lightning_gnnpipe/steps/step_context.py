@@ -32,7 +32,7 @@ class Controls:
         is_exact: Run the whole graph as one chunk, without stale reads; writes all histories.
         refreshes: Recompute all histories before the step, by an exact pass without dropout, unless
             validation has just written them.
-        takes_validation: Let a validation before the step write the histories.
+        takes_validation: Let a validation before the step write the histories of its input.
         reads_snapshot: Read stale rows from the last snapshot, if there is one.
         takes_snapshot: Take a snapshot of all rows after the forward pass.
         records_staleness: Record which chunks are read stale, and how far rows drift.

@@ -55,14 +55,6 @@ def skips_backward(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop._skip_backward)
 
 
-def validates_next(trainer: Trainer) -> bool:
-    """Whether a training batch has just ended and validation follows."""
-    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
-    batches: Any = loop.batch_progress.current
-    has_ended = batches.processed > batches.completed  # called between the two
-    return has_ended and fetcher is not None and loop._should_check_val_fx(fetcher)
-
-
 def keep_samplers(trainer: Trainer) -> AbstractContextManager[None]:
     """Make the Trainer keep the loaders' samplers within the block."""
     connector = trainer._accelerator_connector

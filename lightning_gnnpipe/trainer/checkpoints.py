@@ -254,9 +254,7 @@ class Checkpoints:
         host = self._host
         if not host.is_running or not host.engine.options.is_fitting:
             return host.last_run
-        trainer = self._strategy.user_module.trainer
-        is_next = not host.engine.step.averages_weights and _compat.validates_next(trainer)
-        return host.engine.run_state(is_validation_next=is_next)
+        return host.engine.run_state()
 
     def _run(self, state: RunState, histories: str | None) -> dict[str, Any]:
         """Return the run for the checkpoint, in plain types."""

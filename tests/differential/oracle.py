@@ -15,9 +15,8 @@ from tests.helpers.reference import StaleOracle
 class Oracle(L.Callback):
     """Runs `net` in chunks with stale rows, as `staleness="constant"` does.
 
-    Node n is in chunk n modulo `num_chunks`. The rows of each input are its own. The first input is
-    kept at once, any other one when it comes a second time: steps until then are exact. So is a
-    step after layers were frozen, which writes the rows anew.
+    Node n is in chunk n modulo `num_chunks`. The rows of each input are its own, and its first step
+    is exact. So is a step after layers were frozen, which writes the rows anew.
 
     Args:
         num_chunks: Chunks of the graph.
@@ -27,7 +26,6 @@ class Oracle(L.Callback):
     def __init__(self, num_chunks: int, seed: int = 7) -> None:
         self.num_chunks, self.seed = num_chunks, seed
         self.oracles: dict[Any, StaleOracle] = {}
-        self.seen: set[Any] = set()
         self.frozen: dict[Any, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -45,9 +43,7 @@ class Oracle(L.Callback):
             if key not in self.oracles:
                 partition = torch.arange(x.size(0)) % self.num_chunks
                 oracle = StaleOracle(_Own(net, own), partition)  # type: ignore[arg-type]
-                if not self.oracles or key in self.seen:
-                    self.oracles[key] = oracle
-                self.seen.add(key)
+                self.oracles[key] = oracle
                 return oracle.exact(x, *args)
             order = chunk_order(self.num_chunks, epoch=loop.total_batch_idx, seed=self.seed)
             return self.oracles[key].chunked(x, *args, order=order)

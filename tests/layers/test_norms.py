@@ -315,7 +315,7 @@ def test_running_statistics_that_nothing_has_replaced_are_told(
         steps.run(number)
     steps.evaluate(2.0)
     assert not caplog.records  # another validation batch may have the inputs of training
-    steps.engine.note_validation()
+    steps.engine.statistics.warn()
     assert "The running statistics of 'first' and other norms come from pipelined" in caplog.text
     steps.engine.statistics.warn()
     assert len(caplog.records) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import cycle, pairwise, product
 from pathlib import Path
 from typing import Any, Literal
@@ -50,7 +49,7 @@ def callbacks_of(refresh: Refresh) -> list[Any]:
 def method(scale: Scale) -> Any:
     """Return the method with one factor of gradients, or the default without validation's rows."""
     if scale == "drift":
-        return replace(METHODS["drift"], takes_validation=False)
+        return METHODS["drift"]
     return StalenessMethod(linear_scale=scale, message_scale=scale)
 
 

@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import FullGraphDataModule, StalenessMonitor, StalenessWarmup
+from lightning_gnnpipe import (
+    EmbeddingRefresh,
+    FullGraphDataModule,
+    StalenessMonitor,
+    StalenessWarmup,
+)
 from lightning_gnnpipe.graph import chunk_order, plan_from_assignment
 from lightning_gnnpipe.models import GNN, NodeClassifier
 from lightning_gnnpipe.staleness import StalenessMethod
@@ -64,13 +69,14 @@ def run(
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_p8_stale_reads_are_of_chunks_that_come_later(num_stages: int, tmp_path: Path) -> None:
-    """Rows of validation have not drifted: without dropout the next step writes the same."""
+    """Embeddings of validation have not drifted: without dropout the next step writes the same."""
     chunks = plan_from_assignment(graph().edge_index, N, ASSIGNMENT).chunks
     sources = {chunk.index: chunk.halo_chunks for chunk in chunks}
     counts = [dict(zip(one.halo_chunks, one.halo_counts, strict=True)) for one in chunks]
     num_rows = sum(sum(each.values()) for each in counts)
     seen = set()
-    steps = run(tmp_path, StalenessWarmup(num_epochs=2), num_stages=num_stages)
+    callbacks = StalenessWarmup(num_epochs=2), EmbeddingRefresh(1)
+    steps = run(tmp_path, *callbacks, num_stages=num_stages)
     for epoch, step in enumerate(steps):
         order = chunk_order(K, epoch=epoch, seed=SEED)
         later = {(reader, source) for i, reader in enumerate(order) for source in order[i:]}

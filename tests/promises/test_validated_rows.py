@@ -1,4 +1,4 @@
-"""Rows of validation are taken where they are what the next step would read, and only there."""
+"""`EmbeddingRefresh` takes a validation that has just run, and an exact pass where none has."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from torch_geometric.data import Data
 from lightning_gnnpipe import EmbeddingRefresh, FullGraphDataModule
 from lightning_gnnpipe.engine.passes import GraphPasses
 from lightning_gnnpipe.models import GNN, NodeClassifier
-from lightning_gnnpipe.staleness import StalenessMethod
 from tests.helpers.cases import covering, slow
 from tests.helpers.graphs import communities
 from tests.helpers.trainers import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("double")
-LAST, WHERE_THERE = StalenessMethod(), StalenessMethod(takes_validation=True)
 
 
 def graph() -> Data:
@@ -54,7 +52,6 @@ class Two(FullGraphDataModule):
 
 
 def train(
-    method: StalenessMethod,
     datamodule: FullGraphDataModule | None = None,
     *callbacks: L.Callback,
     resume: Path | None = None,
@@ -69,7 +66,7 @@ def train(
     partition = communities(5).partition
     trainer = quiet_trainer(
         num_stages * num_shards,
-        {"partition": partition, "graph_parallel": num_shards, "method": method},
+        {"partition": partition, "graph_parallel": num_shards},
         max_epochs=6,
         num_sanity_val_steps=0,
         callbacks=list(callbacks),
@@ -96,39 +93,35 @@ def scaled(data: Data) -> Data:
 
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize(("num_stages", "num_shards"), [(1, 1), (2, 1), slow(1, 2)])
-def test_rows_of_validation_are_those_of_a_pass_before_every_step(
-    num_stages: int, num_shards: int
+def test_a_refresh_changes_the_steps_and_takes_what_validation_has_computed(
+    num_stages: int, num_shards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the same features are in other tensors; without validation they are the last."""
-    where = {"num_stages": num_stages, "num_shards": num_shards}
-    wanted = train(LAST, None, EmbeddingRefresh(1), limit_val_batches=0, **where)
-    last = train(LAST, **where)
-    assert are_equal(train(WHERE_THERE, **where), wanted)
-    assert are_equal(train(WHERE_THERE, Two(same), **where), wanted)
-    assert are_equal(train(WHERE_THERE, limit_val_batches=0, **where), last)
-    assert not are_equal(last, wanted)
-
-
-def test_validation_saves_the_pass_that_renews_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps are the same with validation and without; with it, no other pass is made."""
+    """Also of the same features in other tensors; the steps are the same without a validation."""
     refresh = Mock(wraps=GraphPasses.refresh)
     monkeypatch.setattr(GraphPasses, "refresh", lambda *args: refresh(*args))
-    fresh = train(WHERE_THERE, None, EmbeddingRefresh(1), limit_val_batches=0)
-    assert refresh.call_count == 5
-    assert are_equal(train(WHERE_THERE, None, EmbeddingRefresh(1)), fresh)
-    assert refresh.call_count == 5
+    where = {"num_stages": num_stages, "num_shards": num_shards}
+    wanted = train(None, EmbeddingRefresh(1), limit_val_batches=0, **where)
+    assert num_stages * num_shards > 1 or refresh.call_count == 5
+    assert are_equal(train(None, EmbeddingRefresh(1), **where), wanted)
+    assert are_equal(train(Two(same), EmbeddingRefresh(1), **where), wanted)
+    assert num_stages * num_shards > 1 or refresh.call_count == 5
+    last = train(**where)
+    assert are_equal(train(limit_val_batches=0, **where), last)
+    assert not are_equal(last, wanted)
+    snapshot = train(None, EmbeddingRefresh(2, "snapshot"), **where)
+    assert not are_equal(snapshot, wanted)
+    assert not are_equal(snapshot, last)
 
 
-def test_rows_of_other_features_are_not() -> None:
-    wanted = train(LAST)
-    assert are_equal(train(WHERE_THERE, Two(scaled)), wanted)
-    forced = train(LAST, None, EmbeddingRefresh(1), limit_val_batches=0)
-    assert are_equal(train(WHERE_THERE, Two(scaled), EmbeddingRefresh(1)), forced)
+def test_rows_of_other_features_are_not_taken() -> None:
+    forced = train(None, EmbeddingRefresh(1), limit_val_batches=0)
+    assert are_equal(train(Two(scaled), EmbeddingRefresh(1)), forced)
 
 
-def test_rows_of_averaged_weights_are_not() -> None:
-    found = train(WHERE_THERE, None, EMAWeightAveraging(decay=0.9))
-    assert are_equal(found, train(LAST, None, EMAWeightAveraging(decay=0.9)))
+def test_rows_of_averaged_weights_are_not_taken() -> None:
+    average = EMAWeightAveraging(decay=0.9)
+    forced = train(None, EmbeddingRefresh(1), copy.deepcopy(average), limit_val_batches=0)
+    assert are_equal(train(None, EmbeddingRefresh(1), average), forced)
 
 
 class Teaches(NodeClassifier):
@@ -140,70 +133,24 @@ class Teaches(NodeClassifier):
         return super().training_step(batch, batch_idx)
 
 
-class ValidatesTwice(NodeClassifier):
-    """Has two validation loaders."""
-
-    def validation_step(self, batch: Data, batch_idx: int, dataloader_idx: int = 0) -> None:
-        super().validation_step(batch, batch_idx)
-
-
-class Stumbles(NodeClassifier):
-    """Has a feature that is not a number in step 2, and skips it."""
-
-    def training_step(self, batch: Data, batch_idx: int) -> Tensor | None:
-        if self.current_epoch == 2:
-            batch = batch.clone()
-            batch.x = torch.full_like(batch.x, torch.nan)
-        loss = super().training_step(batch, batch_idx)
-        return loss if loss.isfinite() else None
-
-
-def fewer_edges(data: Data) -> Data:
-    assert data.edge_index is not None
-    data.edge_index = data.edge_index[:, :-2]
-    return data
-
-
 def own() -> FullGraphDataModule:
     return FullGraphDataModule(graph())
 
 
-RUNS: dict[str, tuple[type[NodeClassifier], Callable[[], Any], list[L.Callback], int]] = {
-    "as usual": (NodeClassifier, own, [], 0),
-    "asks without gradients": (Teaches, own, [], 0),
-    "two loaders": (ValidatesTwice, lambda: Two(same, same), [], 0),
-    "averaged weights": (NodeClassifier, own, [EMAWeightAveraging(decay=0.9)], 0),
-    "a lost step": (Stumbles, own, [], 0),
-    # Before the first validation it is not known that it is over another one.
-    "another graph": (NodeClassifier, lambda: Two(fewer_edges), [], 1),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        *covering(RUNS, [{"limit_val_batches": 1}, {"limit_val_batches": 0}]),
-        ("as usual", {"check_val_every_n_epoch": 2}),
-    ],
-)
-def test_p6_whatever_validation_would_have_done(
-    name: str, options: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize("kind", [NodeClassifier, Teaches])
+@pytest.mark.parametrize("options", [{}, {"limit_val_batches": 0}, {"check_val_every_n_epoch": 2}])
+def test_p6_a_refresh_goes_on_from_a_checkpoint_before_validation(
+    kind: type[NodeClassifier], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A run that goes on from a checkpoint before each validation equals one that never stopped.
-
-    Lightning does not repeat the validation which would have renewed the rows.
-    """
-    kind, make_data, callbacks, num_unknown = RUNS[name]
+    """Lightning does not repeat the validation which would have renewed the embeddings."""
 
     def go(folder: str, resume: Path | None = None) -> list[Tensor]:
         saver = ModelCheckpoint(tmp_path / folder, "{epoch}", save_top_k=-1, every_n_train_steps=1)
-        more = copy.deepcopy(callbacks)
-        return train(WHERE_THERE, make_data(), *more, saver, resume=resume, kind=kind, **options)
+        return train(None, EmbeddingRefresh(2), saver, resume=resume, kind=kind, **options)
 
     whole = go("whole")
-    assert all(bool(one.isfinite().all()) for one in whole)
-    for epoch in range(num_unknown, 5):
+    for epoch in range(5):
         assert are_equal(go(str(epoch), tmp_path / "whole" / f"epoch={epoch}.ckpt"), whole), epoch
 
 

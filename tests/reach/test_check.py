@@ -106,7 +106,6 @@ def test_a_script_that_does_not_know_the_package_is_checked_and_not_run(
         "Whole on each device: head.",
         "Exact: validation, test and predict, and 1 of 4 training steps here.",
         "% of the rows read from other chunks.",
-        "Note: No validation has run just before a pipelined step",
         "Stage 0: convs.0",
         "Stage 1: convs.",
         "one device under the strategy 0.0",
@@ -221,7 +220,7 @@ def test_what_would_be_exact_is_said_with_the_reason(capsys: Any) -> None:
     assert check(Augmented(net, NUM_CLASSES), make_data())
     text = capsys.readouterr().out
     assert "4 of 4 training steps" in text
-    assert "Note: 'x' of the pipelined module changed since the last step" in text
+    assert "Note: 4 of 4 training steps ran exactly, not pipelined, because 'x' of the" in text
     assert "Verdict: would train, but exactly in each step" in text
 
 
