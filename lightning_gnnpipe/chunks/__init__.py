@@ -19,7 +19,7 @@ from lightning_gnnpipe.chunks.costs import (
     synchronize,
     work_of,
 )
-from lightning_gnnpipe.chunks.inputs import BatchInputs, PlannedInputs
+from lightning_gnnpipe.chunks.inputs import BatchInputs, PassInputs, PlannedInputs
 from lightning_gnnpipe.chunks.step import Step
 from lightning_gnnpipe.chunks.step_trace import (
     PipelineStats,

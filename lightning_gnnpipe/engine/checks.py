@@ -24,7 +24,8 @@ from lightning_gnnpipe.engine.histories import PlannedGraph
 from lightning_gnnpipe.engine.known_graphs import GraphCache
 from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
 from lightning_gnnpipe.layers import check_support
-from lightning_gnnpipe.selfcheck import check_layers, is_one_graph
+from lightning_gnnpipe.methods import is_one_graph
+from lightning_gnnpipe.selfcheck import check_layers
 from lightning_gnnpipe.stages import Layers, is_listed
 from lightning_gnnpipe.staleness import DENSE, name_method
 from lightning_gnnpipe.steps import EngineOptions, PipelinedModel

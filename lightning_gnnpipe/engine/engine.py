@@ -29,7 +29,7 @@ from lightning_gnnpipe.engine.passes import GraphPasses
 from lightning_gnnpipe.engine.resume import RankHistories, RunState, SavedRun, save_rank
 from lightning_gnnpipe.graph import ContentNumbers
 from lightning_gnnpipe.layers import guard_losses
-from lightning_gnnpipe.selfcheck import PipelinedMethods, raising_wrong_arguments
+from lightning_gnnpipe.methods import PipelinedMethods, raising_wrong_arguments
 from lightning_gnnpipe.steps import (
     Controls,
     EngineOptions,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch_geometric.nn.conv import han_conv
 
 from lightning_gnnpipe._compat_pyg import SOURCE_ROWS
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.passing import InLayer, MessageContext, PushPull, Replacement
+from lightning_gnnpipe.passing import InLayer, MessageContext, Replacement
 
 Rows = dict[str, Tensor]
 _GROUP = 4
@@ -61,7 +61,7 @@ def _mean_over_nodes(layer: str, rows: Tensor, context: MessageContext) -> Tenso
     parts = torch.split(rows, [chunk.num_nodes for chunk in chunks])
     shares = torch.stack([part.sum(0, dtype=dtype) for part in parts]) / context.whole.num_nodes
     key = context.next_key(layer)
-    wide: Tensor = cast(Any, PushPull).apply(shares, store.by_chunk, key, node, context.tape, True)
+    wide = context.exchange(shares, store.by_chunk, key, node, is_linear=True)
     return wide.sum(0).to(rows.dtype)
 
 

@@ -130,7 +130,7 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
         x, sums = cast(Any, _RowSums).apply(x, moments)
         if store.shards is not None:
             sums = cast(Any, _SumOverShards).apply(sums, store.shards)
-        sums = cast(Any, _Pooled).apply(sums, moments, context.chunk.index)
+        sums = moments.pooled(context.chunk.index, sums)
         if moments.is_complete and not context.is_replay:
             update_running(norm, *moments.present())
         result = _normalize(norm, x, *moments.mean_and_var(context.chunk.index, sums))
@@ -193,7 +193,7 @@ def sum_over_chunks(
     if context.is_whole:
         return own if store.shards is not None else None
     moments, chunk = store.moments[key], context.chunk.index
-    return moments.all_rows(chunk, cast(Any, _Pooled).apply(own, moments, chunk))
+    return moments.all_rows(chunk, moments.pooled(chunk, own))
 
 
 class _RowSums(torch.autograd.Function):
@@ -221,20 +221,6 @@ class _RowSums(torch.autograd.Function):
         total = rows * second.to(dtype)
         total += (first - second * ctx.center).to(dtype)
         return (total if grad is None else total.add_(grad)).to(rows.dtype), None
-
-
-class _Pooled(torch.autograd.Function):
-    """Sums, `[*]`, of a chunk and the chunks before it; backward adds those after it."""
-
-    @staticmethod
-    def forward(ctx: Any, sums: Tensor, moments: RowMoments, chunk: int) -> Tensor:
-        ctx.moments = moments
-        return moments.add(chunk, sums.detach()).clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.moments.add_grad(grad), None, None
 
 
 class _SumOverShards(torch.autograd.Function):

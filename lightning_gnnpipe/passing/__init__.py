@@ -1,6 +1,6 @@
 """Message passing on one chunk: rows of other chunks come from histories."""
 
-from lightning_gnnpipe.passing.aggregate import ROWS, LinearRule, PushPull, linear_rule
+from lightning_gnnpipe.passing.aggregate import ROWS, LinearRule, linear_rule
 from lightning_gnnpipe.passing.context import (
     InLayer,
     MessageContext,
@@ -10,7 +10,7 @@ from lightning_gnnpipe.passing.context import (
     replace_attributes,
     replaces,
 )
-from lightning_gnnpipe.passing.interfaces import CallKey, EdgeLeaves, ShardLink, Tape
+from lightning_gnnpipe.passing.interfaces import CallKey, EdgeLeaves, HaloStore, ShardLink, Tape
 from lightning_gnnpipe.passing.lookups import Lookups, lookups_of
 from lightning_gnnpipe.passing.matrix import (
     ChunkMatrix,

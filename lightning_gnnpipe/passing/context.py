@@ -308,10 +308,17 @@ class MessageContext(TapedContext):
         if self.store is None:
             wide = rows
         else:
-            key = CallKey(scope.segment, layer, call, argument)
-            how = (self.store, key, scope.chunk, self.tape, is_linear)
-            wide = cast(Any, PushPull).apply(rows.movedim(dim, 0), *how).movedim(0, dim)
+            key, first = CallKey(scope.segment, layer, call, argument), rows.movedim(dim, 0)
+            wide = self.exchange(first, self.store, key, scope.chunk, is_linear=is_linear)
+            wide = wide.movedim(0, dim)
         scope.widened[memo] = (rows, wide)
+        return wide
+
+    def exchange(
+        self, rows: Tensor, store: HaloStore, key: CallKey, chunk: Chunk, *, is_linear: bool
+    ) -> Tensor:
+        """Write the chunk's rows to `store`; return them with the halo rows appended."""
+        wide: Tensor = cast(Any, PushPull).apply(rows, store, key, chunk, self.tape, is_linear)
         return wide
 
     @property

@@ -25,12 +25,13 @@ from lightning_gnnpipe.graph import (
     plan_from_assignment,
 )
 from lightning_gnnpipe.layers import check_support, find_convs, find_layers, without_memory
+from lightning_gnnpipe.methods import raising_own_errors
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.planning.layouts import LayoutForecaster
 from lightning_gnnpipe.planning.measured import ForecastOptions, Measured, time_plain_step
 from lightning_gnnpipe.planning.pipeline_plan import PipelinePlan, choose_layout
 from lightning_gnnpipe.planning.schedule_layout import factorize
-from lightning_gnnpipe.selfcheck import check_layers, raising_own_errors
+from lightning_gnnpipe.selfcheck import check_layers
 from lightning_gnnpipe.stages import (
     Layers,
     check_counts,

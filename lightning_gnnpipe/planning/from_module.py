@@ -21,12 +21,12 @@ from lightning_gnnpipe.batches import check_replicas
 from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.chunks import synchronize
 from lightning_gnnpipe.errors import ConfigError, Fallbacks
+from lightning_gnnpipe.methods import PipelinedMethods, is_one_graph
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.passing import Matrices
 from lightning_gnnpipe.planning.forecast import cut_checked, forecast
 from lightning_gnnpipe.planning.measured import MESSAGE_S, ForecastOptions, Link
 from lightning_gnnpipe.planning.pipeline_plan import PipelinePlan
-from lightning_gnnpipe.selfcheck import PipelinedMethods, is_one_graph
 from lightning_gnnpipe.stages import HeldTensors, as_written, find_pipelined, switched
 from lightning_gnnpipe.steps import graph_of_node, num_nodes
 

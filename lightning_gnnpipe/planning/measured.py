@@ -25,8 +25,8 @@ from lightning_gnnpipe.chunks import StepCosts, counting_saved_bytes, synchroniz
 from lightning_gnnpipe.errors import Fallbacks
 from lightning_gnnpipe.graph import ChunkPlan, SplitSizes, measure_split, split_chunks
 from lightning_gnnpipe.layers import find_convs, without_memory
+from lightning_gnnpipe.methods import flatten
 from lightning_gnnpipe.options import StrategyOptions
-from lightning_gnnpipe.selfcheck import flatten
 from lightning_gnnpipe.stages import (
     Layers,
     Stage,

@@ -1,25 +1,173 @@
-"""Runs the module on a small graph in chunks, without random numbers, for the self-check."""
+"""Runs layers on all chunks of a small graph, layer by layer, so that no embedding is stale.
+
+Layer l runs on all chunks, then layer l + 1. A layer that needs what another chunk has not yet
+computed stops there, and starts again when all chunks have come so far. What chunks exchange are
+live tensors, so autograd is exact. Random numbers are constants.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
-from lightning_gnnpipe.calls import Call, Inputs, Kind
-from lightning_gnnpipe.chunks import LayerNames, PlannedInputs, run_segments
-from lightning_gnnpipe.errors import UnsupportedError, first_line
-from lightning_gnnpipe.graph import Chunk, ChunkPlan, plan_from_assignment
-from lightning_gnnpipe.layers import find_layers, intercept
-from lightning_gnnpipe.passing import MessageContext
-from lightning_gnnpipe.stages import Layers, Segment, leaves_of
-from lightning_gnnpipe.staleness import HistoryStore
-from lightning_gnnpipe.user_code import at, line_of
+from lightning_gnnpipe.chunks import PassInputs, run_segments
+from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.graph import Chunk, ChunkPlan
+from lightning_gnnpipe.layers import NativeContext
+from lightning_gnnpipe.passing import CallKey, HaloStore, MessageContext, Replacement
+from lightning_gnnpipe.selfcheck.compare import gradients
+from lightning_gnnpipe.stages import Layers, leaves_of
+from lightning_gnnpipe.staleness import HistoryStore, MomentStore, RowMoments, mean_and_var
+
+
+class Run:
+    """One run of all layers over chunks or micro-batches, in the context of intercepted layers."""
+
+    def __init__(
+        self,
+        layers: Layers,
+        inputs: PassInputs,
+        chunks: Sequence[Any],
+        context: MessageContext | NativeContext,
+    ) -> None:
+        self._layers, self._inputs, self._chunks = layers, inputs, chunks
+        names = leaves_of(layers.segments)
+        self._leaves = [inputs.slice(chunk, names) for chunk in chunks]
+        self._values = [dict(leaves) for leaves in self._leaves]
+        for segment in layers.segments:
+            waiting = list(zip(chunks, self._values, strict=True))
+            while waiting:
+                before = _progress(context), len(waiting)
+                late = []
+                for chunk, values in waiting:
+                    given = {name: _copy(values[name]) for name in segment.inputs}
+                    try:
+                        run_segments([segment], given, chunk, context)
+                    except _Waiting:
+                        late.append((chunk, values))
+                    else:
+                        values.update({name: given[name] for name in segment.outputs})
+                waiting = late
+                if (_progress(context), len(waiting)) == before:
+                    raise UnsupportedError(
+                        expected="a layer to pass messages equally often on each chunk",
+                        found="one that passes more on some chunks",
+                        remedy="Call message passing whatever the values of nodes are.",
+                    )
+
+    def rows(self, name: str) -> Tensor:
+        """Return a value of all chunks in the user's order; it is differentiable."""
+        value, inputs = self._layers.values[name], self._inputs
+        rows = torch.cat([values[name] for values in self._values])
+        places = torch.cat([inputs.places(chunk, value) for chunk in self._chunks])
+        return rows.new_zeros(inputs.num_places(value), *rows.shape[1:]).index_copy(0, places, rows)
+
+    def gradients(
+        self, roots: Sequence[Tensor], weights: Sequence[Tensor], leaves: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Return the gradients of `weights`, then of those of the call's `leaves` that need one."""
+        parts = [t for one in self._leaves for t in one.values() if isinstance(t, Tensor)]
+        parts = [part for part in parts if part.requires_grad]
+        slots = [slot for slot, leaf in enumerate(leaves) if leaf.requires_grad]
+        own = [leaves[slot] for slot in slots]  # which the head reads
+        found = gradients(roots, [*weights, *own, *parts])
+        for part, grad in zip(parts, found[len(weights) + len(own) :], strict=True):
+            part.grad = grad
+        for chunk, one in zip(self._chunks, self._leaves, strict=True):
+            self._inputs.add_grads(chunk, one)
+        of_head = found[len(weights) :][: len(own)]
+        total = [
+            self._inputs.take_grad(slot) + (0 if grad is None else grad)
+            for slot, grad in zip(slots, of_head, strict=True)
+        ]
+        return [*found[: len(weights)], *total]
+
+
+class _Waiting(BaseException):
+    """A chunk needs what another one has not yet computed. User code catches no BaseException."""
+
+
+def _copy(value: Any) -> Any:
+    """Return a copy, which a layer may overwrite before it starts again."""
+    return value.clone() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _progress(context: MessageContext | NativeContext) -> int:
+    return context.num_given if isinstance(context, LiveContext) else 0
+
+
+class LiveContext(MessageContext):
+    """Layers on chunks whose halo rows and statistics are the other chunks' live tensors."""
+
+    def __init__(self, plan: ChunkPlan) -> None:
+        store = HistoryStore(plan.num_nodes, plan.num_chunks)
+        self.all_chunks = plan
+        store.moments = self._moments = MomentStore(plan.num_chunks, _LiveMoments)
+        super().__init__(store, plan)
+        self._given: dict[CallKey, dict[int, Tensor]] = {}
+
+    @property
+    def num_given(self) -> int:
+        """How many tensors chunks have given each other."""
+        sums = sum(one.num_given for one in self._moments.calls.values())
+        return sums + sum(map(len, self._given.values()))
+
+    def exchange(
+        self, rows: Tensor, store: HaloStore, key: CallKey, chunk: Chunk, *, is_linear: bool
+    ) -> Tensor:
+        if self.is_whole:
+            return rows.view_as(rows)
+        given = self._given.setdefault(key, {})
+        given.setdefault(chunk.index, rows.clone())
+        if len(given) < self.all_chunks.num_chunks:
+            raise _Waiting
+        table = torch.cat([given[index] for index in sorted(given)])
+        return torch.cat([rows, table[chunk.halo]])
+
+    def weighted_sum(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        return super().weighted_sum(*args, **kwargs) if self.is_whole else None
+
+
+class _LiveMoments(RowMoments):
+    """Statistics of the rows of all chunks."""
+
+    @property
+    def num_given(self) -> int:
+        return len(self._own)
+
+    @property
+    def is_complete(self) -> bool:
+        """False, so that no running statistics are updated."""
+        return False
+
+    def pooled(self, chunk: int, sums: Tensor) -> Tensor:
+        self._own.setdefault(chunk, sums)
+        if len(self._own) < self.num_chunks:
+            raise _Waiting
+        return torch.stack([self._own[index] for index in sorted(self._own)]).sum(0)
+
+    def all_rows(self, chunk: int, sums: Tensor) -> Tensor:
+        return sums
+
+    def mean_and_var(self, chunk: int, sums: Tensor) -> tuple[Tensor, Tensor]:
+        return mean_and_var(sums, self.center)
+
+
+class _NoCheckpoint:
+    """Runs a reentrant checkpoint's function: `autograd.grad` does not go through one."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+NO_CHECKPOINTS: Replacement = (checkpoint, {"CheckpointFunction": _NoCheckpoint})
 
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, torch.dropout}
 _DROPOUTS |= {F.feature_alpha_dropout, torch.dropout_, torch.alpha_dropout, torch.feature_dropout}
@@ -83,125 +231,3 @@ class NoRandomness(TorchFunctionMode):
             args = tuple(0.0 if isinstance(value, float) else value for value in args)
             kwargs |= {name: 0.0 for name in kwargs if name == "dropout_p"}
         return func(*args, **kwargs)
-
-
-NUM_CHUNKS = 3
-REMEDY = (
-    "Code outside of message passing must treat each node's row by itself, or add up rows of all "
-    "nodes, as linear attention does and softmax does not. Normalise and pool outside of the "
-    "pipelined module, pass degrees to forward as a node-level tensor, or train with num_chunks=1."
-)
-
-
-class Trial:
-    """Runs layers over the small graph that `call` holds, cut into a few chunks."""
-
-    def __init__(self, module: nn.Module, layers: Layers, call: Call, kinds: Inputs) -> None:
-        device, num_nodes = kinds.edge_index.device, kinds.num_nodes
-        plan = plan_from_assignment(kinds.edge_index.cpu(), num_nodes, chunk_of_node(num_nodes))
-        self.plan: ChunkPlan = plan.with_edge_sets(kinds.edge_sizes).to(device)
-        self.layers = layers
-        self._kinds = kinds
-        self.inputs = PlannedInputs(self.plan)
-        self.inputs.load(call, kinds)
-        self.store = HistoryStore(plan.num_nodes, plan.num_chunks)
-        self.context = MessageContext(self.store, self.plan)
-        self.context.leaves = self.inputs
-        self._intercepted = find_layers(module)
-        self.names = LayerNames(module)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Intercept the layers for runs on chunks; refuse a model that fails within the block."""
-        with (
-            refusing_errors("a chunk of the graph", REMEDY),
-            intercept(self._intercepted, self.context),
-        ):
-            yield
-
-    def run_all(self, chunk: Chunk) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Run all layers over `chunk`; return its parts of leaves, and these with all values."""
-        segments = self.layers.segments
-        leaves = self.inputs.slice(chunk, leaves_of(segments))
-        values = dict(leaves)
-        run_segments(segments, values, chunk, self.context)
-        return leaves, values
-
-    def forward(self, chunks: Sequence[Chunk]) -> dict[str, Tensor]:
-        """Run all layers on `chunks`; return values of nodes, and outputs, in the user's order."""
-        found: dict[str, Tensor] = {}
-        with self.running():
-            for chunk in chunks:
-                _, values = self.run_all(chunk)
-                for name in self.layer_of_value:
-                    value, known = values[name], self.layers.values[name]
-                    if name not in found:
-                        shape = self.inputs.num_places(known), *value.shape[1:]
-                        found[name] = value.new_zeros(shape)
-                    found[name][self.inputs.places(chunk, known)] = value
-        return found
-
-    @property
-    def layer_of_value(self) -> dict[str, Segment]:
-        """Segment that computes each value of nodes, and each output, in order."""
-        rows = {name for name, value in self.layers.values.items() if value.kind is Kind.NODE}
-        computed: dict[str, Segment] = {}
-        for segment in self.layers.segments:
-            for name in segment.outputs:
-                if name in rows or name in self.layers.outputs:
-                    computed.setdefault(name, segment)
-        return computed
-
-    def kind_of(self, name: str) -> tuple[Kind, int]:
-        """Return the row kind and edge set of a value or leaf."""
-        if name.startswith("leaf_"):
-            slot = int(name.removeprefix("leaf_"))
-            return self._kinds.kinds[slot], self._kinds.edge_sets[slot]
-        value = self.layers.values[name]
-        return value.kind, value.edge_set
-
-
-def flatten(output: object) -> list[Tensor]:
-    """Return the tensors of a module's output, in order."""
-    if isinstance(output, Tensor):
-        return [output]
-    if isinstance(output, Mapping):
-        return [tensor for item in output.values() for tensor in flatten(item)]
-    if isinstance(output, list | tuple):
-        return [tensor for item in output for tensor in flatten(item)]
-    return []
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """Return `tensor` as a dense, real tensor; complex numbers become pairs."""
-    tensor = tensor.to_dense() if tensor.is_sparse else tensor
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-
-
-def chunk_of_node(num_nodes: int) -> Tensor:
-    """Return the chunk of each node of a small graph, `[num_nodes]`."""
-    return torch.arange(num_nodes) % min(NUM_CHUNKS, num_nodes)
-
-
-def refuse_difference(what: str, layer: str, size: float) -> UnsupportedError:
-    """Return the error for results in chunks that differ from the whole graph's."""
-    return UnsupportedError(
-        expected=f"the model to compute the same {what} on chunks as on the whole of a small graph",
-        found=f"a difference of {size:.2g} that begins in or next to layer '{layer}'",
-        remedy=REMEDY,
-    )
-
-
-@contextmanager
-def refusing_errors(part: str, remedy: str) -> Iterator[None]:
-    """Refuse a model that fails within the block; `part` names the data it runs on."""
-    try:
-        yield
-    except (UnsupportedError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise UnsupportedError(
-            expected=f"the model to run on {part}",
-            found=f"{type(error).__name__}: {first_line(error)}{at(line_of(error))}",
-            remedy=remedy,
-        ) from error

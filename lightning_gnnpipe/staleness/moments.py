@@ -17,9 +17,11 @@ as of linear attention, have no center: see `RowMoments.all_rows`.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 FLOOR = 32.0
 _TINY = 1e-12  # added to variances: a channel may be constant
@@ -103,6 +105,11 @@ class RowMoments:
             self._pooled_then[chunk] = self.total
         return self._pooled[chunk]
 
+    def pooled(self, chunk: int, sums: Tensor) -> Tensor:
+        """Like `add`; gradients reach the sums of this chunk and of those before it."""
+        pooled: Tensor = cast(Any, _Pooled).apply(sums, self, chunk)
+        return pooled
+
     def sums_of(self, rows: Tensor) -> Tensor:
         return row_sums(rows, self.center)
 
@@ -143,6 +150,20 @@ class RowMoments:
         mean = torch.addcmul(self.center.double(), first, per_row)
         var = torch.addcmul(torch.full_like(ratio, -_TINY), ratio, var_then + _TINY)
         return torch.addcmul(mean, ratio.sqrt(), mean_then, value=-1), var.clamp(min=0)
+
+
+class _Pooled(torch.autograd.Function):
+    """Sums, `[*]`, of a chunk and the chunks before it; backward adds those after it."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: Tensor, moments: RowMoments, chunk: int) -> Tensor:
+        ctx.moments = moments
+        return moments.add(chunk, sums.detach()).clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.moments.add_grad(grad), None, None
 
 
 def _moved_center(sums: Tensor, shift: Tensor) -> Tensor:
@@ -200,7 +221,7 @@ class MomentStore:
 
         `sums`: `[num_chunks, 3, channels]`, None if unknown; `total`: `[3, channels]`, of all rows.
         """
-        one = self.calls[key] = RowMoments(self._num_chunks)
+        one = self.calls[key] = self._kind(self._num_chunks)
         one.then = [None] * self._num_chunks if sums is None else list(sums)
         one.total, one.center = total, center
 

@@ -19,8 +19,8 @@ from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
 from lightning_gnnpipe.graph import ChunkPlan, text_fingerprint
 from lightning_gnnpipe.layers import find_layers, without_memory
+from lightning_gnnpipe.methods import own_methods, raising_own_errors
 from lightning_gnnpipe.passing import Matrices
-from lightning_gnnpipe.selfcheck import own_methods, raising_own_errors
 from lightning_gnnpipe.stages import (
     HeldTensors,
     Layers,

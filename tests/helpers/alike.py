@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
-from lightning_gnnpipe.selfcheck import flatten
+from lightning_gnnpipe.methods import flatten
 from tests.helpers.trainers import quiet_trainer, weights
 
 N, E, D = 45, 170, 5

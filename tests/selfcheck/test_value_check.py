@@ -16,7 +16,7 @@ from torch_geometric.utils import add_self_loops, degree, remove_self_loops, sof
 
 from lightning_gnnpipe.calls import Inputs, Kind, classify, flatten_call
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.selfcheck.value_check import check_layers
+from lightning_gnnpipe.selfcheck import check_layers
 from lightning_gnnpipe.stages import cut_layers, draw_sample, learn_values, trace
 from tests.helpers.engines import one_process_engine
 
@@ -254,7 +254,7 @@ def test_p4_what_is_right_on_chunks_passes(kind: Callable[[], nn.Module], traini
         ),
         (with_part(Counter), "changes no buffer .* a change of"),
         (base(stop_gradients), "one mode of autograd .* torch.no_grad"),
-        (with_part(CentersGradients), "same gradients .* begins in or next to layer 'convs.1'"),
+        (with_part(CentersGradients), "same gradients .* begins in or next to layer 'convs.0'"),
     ],
 )
 def test_p4_what_is_wrong_on_chunks_is_refused(kind: Callable[[], Base], text: str) -> None:

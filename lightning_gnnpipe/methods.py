@@ -14,12 +14,11 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, ChangedGraph, Inputs, classify
 from lightning_gnnpipe.errors import Fallbacks, GNNPipeError, UnsupportedError
 from lightning_gnnpipe.graph import tensors_in
-from lightning_gnnpipe.selfcheck.trial import flatten
 from lightning_gnnpipe.stages import Sample, draw_sample, undisturbed
 from lightning_gnnpipe.user_code import mark_own
 
@@ -193,6 +192,17 @@ def is_one_graph(module: nn.Module, call: Call) -> bool:
         return False
     rows = [output.size(0) if output.dim() else -1 for output in outputs]
     return bool(rows) and set(rows) == {sample.num_nodes}
+
+
+def flatten(output: object) -> list[Tensor]:
+    """Return the tensors of a module's output, in order."""
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, Mapping):
+        return [tensor for item in output.values() for tensor in flatten(item)]
+    if isinstance(output, list | tuple):
+        return [tensor for item in output for tensor in flatten(item)]
+    return []
 
 
 def _error_of(run: Callable[[], Any]) -> Exception | None:
