@@ -190,10 +190,10 @@ class KnownInputs:
     def make_room(self, key: InputKey, num_bytes: int) -> None:
         """Drop the least recently used inputs until one more of `num_bytes` has room."""
         most = max(key.call + 1, min(_MOST_KEPT, _MOST_BYTES // max(num_bytes, 1)))
-        others = [number for number in self.saved if number != key.number]
-        while len(self.kept) + len(others) >= most:
-            if others:  # no step has used them since the run was resumed
-                del self.saved[others.pop(0)]
+        untaken = [number for number in self.saved if number != key.number]
+        while len(self.kept) + len(untaken) >= most:
+            if untaken:  # no step has used them since the run was resumed
+                del self.saved[untaken.pop(0)]
             else:
                 self.kept.popitem(last=False)[1].drain()
 
