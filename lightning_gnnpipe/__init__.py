@@ -46,7 +46,6 @@ def __getattr__(name: str) -> NoReturn:
 # The names for `Trainer(strategy="gnnpipe")`, each with the way in which it starts processes.
 for _name, _start_method in {
     "gnnpipe": "popen",
-    "gnnpipe_spawn": "spawn",
     "gnnpipe_fork": "fork",
     "gnnpipe_notebook": "fork",
 }.items():

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -21,7 +18,6 @@ from torch import Tensor, fx, nn
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict_loader import load, load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.distributed_c10d import Store
 
 _SAFE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _LAST_TAG = 2**31 - 1  # no message uses it
@@ -211,27 +207,10 @@ def change_overflows(
     return lambda: scaler.__dict__.pop("_unscale_grads_", None)
 
 
-def has_begun_cuda() -> bool:
-    """Whether this process has started CUDA's driver, which its forks cannot use then.
-
-    `torch.cuda.is_initialized` does not know of a driver that a count of devices has started.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED)
-
-
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
     """Set the timeout of collective calls in `group`, or in all ranks' group."""
     public = getattr(dist, "set_timeout", None)  # from torch 2.14, which deprecates the private one
     (public or dist.distributed_c10d._set_pg_timeout)(timeout, group or dist.group.WORLD)
-
-
-def default_store() -> Store:
-    """Return the store of the default process group."""
-    return dist.distributed_c10d._get_default_store()
 
 
 def save_tensors(
@@ -268,39 +247,18 @@ def load_tensors(tensors: Mapping[str, Tensor], reader: Any) -> None:
 
 def clone_store() -> Any:
     """Return the default store, with a connection of its own if torch can clone it."""
-    store: Any = default_store()
+    store: Any = dist.distributed_c10d._get_default_store()
     return store.clone() if hasattr(store, "clone") else store
 
 
-def break_groups() -> None:
-    """Make all waits in process groups fail, in all threads of this process and on its peers.
+def break_group(group: dist.ProcessGroup) -> None:
+    """Make all waits in a process group fail, in all threads of this process and on its peers.
 
     Gloo closes the connections of a group in which a wait has timed out.
     """
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group.size() == 1:
-            continue
-        with suppress(Exception):
-            if torch.cuda.is_available():
-                group._get_backend(torch.device("cuda")).abort()  # of NCCL
-        with suppress(Exception):
-            peer = (group.rank() + 1) % group.size()
-            group.recv([torch.empty(1)], peer, _LAST_TAG).wait(timedelta(milliseconds=1))
-
-
-def place_in_torch(thread: int) -> str | None:
-    """Return the torch.distributed call in which `thread` is, and its caller; or None."""
-    frame = sys._current_frames().get(thread)
-    if frame is None or frame.f_code.co_filename != dist.distributed_c10d.__file__:
-        return None
-    name = frame.f_code.co_name
-    while frame is not None and _DISTRIBUTED in frame.f_code.co_filename:
-        name = name if frame.f_code.co_name == "wrapper" else frame.f_code.co_name
-        frame = frame.f_back
-    place = "" if frame is None else f" ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
-    return f"run torch.distributed.{name}{place}"
-
-
-def end_now(status: int) -> None:
-    """End this process at once, whatever its threads do."""
-    os._exit(status)
+    with suppress(Exception):
+        if torch.cuda.is_available():
+            group._get_backend(torch.device("cuda")).abort()  # of NCCL
+    with suppress(Exception):
+        peer = (group.rank() + 1) % group.size()
+        group.recv([torch.empty(1)], peer, _LAST_TAG).wait(timedelta(milliseconds=1))

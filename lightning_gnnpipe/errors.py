@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 _DEFAULT = "Leave 'staleness' out: its default, 'drift', takes its place."
 _INT8 = "Write 'int8' for smaller errors, or 'int1' for fewer bits."
+_START = "Leave 'start_method' out: its default, 'popen', runs the script again on each device."
 _DEFAULT_METHODS = ("lookahead", "delayed", "predicted", "blocks", "scaled")
 _DEFAULT_CLASSES = (
     "AdaptiveGradients",
@@ -22,6 +23,8 @@ _DEFAULT_CLASSES = (
 )
 
 REMOVED_VALUES = dict.fromkeys(_DEFAULT_METHODS, _DEFAULT) | {
+    "spawn": _START,
+    "forkserver": _START,
     "fp16": "Write 'bf16', which is as short and does not overflow.",
     "int4": _INT8,
     "int2": _INT8,

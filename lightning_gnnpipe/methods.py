@@ -20,7 +20,6 @@ from lightning_gnnpipe.calls import Call, ChangedGraph, Inputs, classify
 from lightning_gnnpipe.errors import Fallbacks, GNNPipeError, UnsupportedError
 from lightning_gnnpipe.graph import tensors_in
 from lightning_gnnpipe.stages import Sample, draw_sample, undisturbed
-from lightning_gnnpipe.user_code import mark_own
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +158,6 @@ def raising_own_errors(module: nn.Module, call: Call, inputs: Inputs) -> Iterato
         if own is None:
             raise
     if own is not None:
-        mark_own(own)
         raise own from None
 
 
@@ -177,7 +175,6 @@ def raising_wrong_arguments(
             except TypeError:
                 error = _error_of(lambda: _run(module, method, args, kwargs))
                 if error is not None:
-                    mark_own(error)
                     raise error from None
         raise
 

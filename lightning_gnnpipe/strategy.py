@@ -92,8 +92,7 @@ class GNNPipeStrategy(LightningStrategy):
         self_check: Compare the module in chunks with the whole module on a small graph before
             training, forward and backward, and refuse it where they differ.
         timeout: Longest wait for another rank before the run ends.
-        start_method: "popen" (runs the script again; forks in notebooks), "spawn", "fork",
-            "forkserver".
+        start_method: "popen" (runs the script again; forks in notebooks) or "fork".
         save_distributed_checkpoint: Write a checkpoint as a folder to which each rank writes its
             own weights, by torch.distributed.checkpoint, instead of one stock file.
         process_group_backend: Backend of torch.distributed. None: the device's default.
@@ -332,7 +331,7 @@ class GNNPipeStrategy(LightningStrategy):
     # The end.
 
     def on_exception(self, exception: BaseException) -> None:
-        """Save if all ranks stop together; publish the error otherwise."""
+        """Save if all ranks stop together; tell the other ranks the error otherwise."""
         if isinstance(exception, SIGTERMException) and self._processes.signals.stops_together:
             self._processes.signals.save()
         self._processes.fail(exception)

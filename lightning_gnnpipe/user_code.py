@@ -1,27 +1,18 @@
-"""The user's own lines: where a value was made, where an error began.
-
-A traceback of a run has about 30 frames of Lightning, torch and this package between the user's
-call of `fit` and the failing line. `shorten` keeps the user's lines.
-"""
+"""The user's own lines: where a value was made, where an error began."""
 
 from __future__ import annotations
 
 import inspect
 import linecache
-import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, ModuleType
 
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_gnnpipe.errors import GNNPipeError, PeerError, UnsupportedError, first_line
-
-log = logging.getLogger(__name__)
+from lightning_gnnpipe.errors import UnsupportedError, first_line
 
 _PACKAGES = ("torch", "torch_geometric", "lightning", "pytorch_lightning", "torchmetrics", "wandb")
 
@@ -35,11 +26,6 @@ def _folders() -> tuple[str, ...]:
 
 
 _LIBRARY = _folders()
-_CALLS = inspect.getsourcefile(nn.Module)  # torch's calls of a module's forward
-_HERE = os.path.dirname(__file__) + os.sep
-_MOST_BEHIND = 4  # library frames kept after the user's last one
-_OWN = "is_users_own"
-_SILENT = "is_told_by_another_process"
 _GENERATED = ("<eval_with_key>", "<frozen", "<string>")
 
 
@@ -88,80 +74,6 @@ def at(line: str) -> str:
 def _line(name: str, number: int) -> str:
     text = linecache.getline(name, number).strip()
     return f"{os.path.basename(name)}:{number}" + (f", `{text}`" if text else "")
-
-
-def shorten(error: BaseException) -> None:
-    """Reduce tracebacks of `error` and its causes to the user's lines and the place of failure.
-
-    Errors of this package end at the user's line. Other errors keep the last frames that the user's
-    last line calls. The full traceback is logged at the level DEBUG.
-    """
-    if log.isEnabledFor(logging.DEBUG):
-        log.debug("%s", "".join(traceback.format_exception(None, error, error.__traceback__)))
-    if isinstance(error, GNNPipeError):
-        error.__context__ = error.__cause__ or error.__context__
-        error.__cause__, error.__suppress_context__ = None, True
-    seen: set[int] = set()
-    one: BaseException | None = error
-    while one is not None and id(one) not in seen:
-        seen.add(id(one))
-        is_ours = isinstance(one, GNNPipeError | PeerError)
-        frames = list(_frames(one.__traceback__))
-        if any(is_users(frame.tb_frame.f_code) for frame in frames):
-            one.__traceback__ = _joined(_telling(frames, is_ours or _OWN in vars(one)))
-        elif is_ours:
-            one.__traceback__ = None
-        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
-
-
-def mark_own(error: BaseException) -> None:
-    """Mark `error` as the user's own, although this package made the call."""
-    vars(error)[_OWN] = True
-
-
-def silence(error: BaseException) -> None:
-    """Print nothing when `error` ends the program: another process prints it."""
-    vars(error)[_SILENT] = True
-    shown = sys.excepthook
-
-    def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        if not is_silent(value):
-            shown(kind, value, trace)
-
-    sys.excepthook = show
-
-
-def is_silent(error: BaseException) -> bool:
-    """Whether another process prints `error`."""
-    return _SILENT in vars(error)
-
-
-def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
-    while trace is not None:
-        yield trace
-        trace = trace.tb_next
-
-
-def _telling(frames: list[TracebackType], is_ours: bool) -> list[TracebackType]:
-    """Return the user's frames, and the last frames behind them.
-
-    Frames of this package stay only for errors that are neither its own nor the user's.
-    """
-    last = max(i for i, one in enumerate(frames) if is_users(one.tb_frame.f_code))
-    kept = [one for one in frames[: last + 1] if is_users(one.tb_frame.f_code)]
-    behind = [one for one in frames[last + 1 :] if one.tb_frame.f_code.co_filename != _CALLS]
-    if is_ours:
-        names = [one.tb_frame.f_code.co_filename for one in behind]
-        ours = [i for i, name in enumerate(names) if name.startswith(_HERE)]
-        behind = behind[ours[-1] + 1 :] if ours else behind
-    return [*kept, *behind[-_MOST_BEHIND:]]
-
-
-def _joined(frames: Iterable[TracebackType]) -> TracebackType | None:
-    trace = None
-    for one in reversed(list(frames)):
-        trace = TracebackType(trace, one.tb_frame, one.tb_lasti, one.tb_lineno)
-    return trace
 
 
 _REMEDY = (

@@ -37,25 +37,16 @@ OWNERS = {
     f"{FABRIC}.cloud_io:": "_load",
     f"{FABRIC}.distributed:": "_get_default_process_group_backend_for_device "
     "_init_dist_connection _sync_ddp_if_available",
-    f"{FABRIC}.imports:": "_IS_INTERACTIVE",
     f"{FABRIC}.types:": "_PATH",
-    f"{LIGHTNING}.strategies.launchers:": "_SubprocessScriptLauncher",
-    f"{LIGHTNING}.strategies.launchers:_MultiProcessingLauncher.": "_wrapping_function "
-    "_collect_rank_zero_results _recover_results_in_main_process",
-    f"{LIGHTNING}.trainer.call:": "_interrupt",
+    f"{LIGHTNING}.strategies.launchers:": "_MultiProcessingLauncher _SubprocessScriptLauncher",
     f"{LIGHTNING}.loops.fetchers:": "_DataLoaderIterDataFetcher",
     f"{LIGHTNING}:LightningModule.": "_trainer",
-    f"{LIGHTNING}:Trainer.": "_accelerator_connector _active_loop _signal_connector _teardown "
-    "fit_loop._skip_backward "
+    f"{LIGHTNING}:Trainer.": "_accelerator_connector _active_loop fit_loop._skip_backward "
     "predict_loop._data_fetcher",
     f"{LIGHTNING}.callbacks:": "ModelCheckpoint._last_global_step_saved "
     "StochasticWeightAveraging._average_model",
     f"{LIGHTNING}.strategies:ParallelStrategy.": "_checkpoint_io _configure_launcher _launcher "
     "_layer_sync",
-    f"{LIGHTNING}.trainer.connectors.signal_connector:_SignalConnector.": "_sigterm_notifier_fn "
-    "_slurm_sigusr_handler_fn received_sigterm",
-    "os:": "_exit",
-    "sys:": "_current_frames",
     "torch:Tensor.": "_backward_hooks _post_accumulate_grad_hooks _version",
     "torch:_C.": "_will_engine_execute_node DisableTorchFunctionSubclass",
     "torch._dynamo:config.": "error_on_nested_fx_trace",
@@ -63,7 +54,7 @@ OWNERS = {
     "torch.fx:Tracer.": "_autowrap_search",
     "torch.distributed.checkpoint.filesystem:": "_StorageInfo",
     "torch.distributed.checkpoint.metadata:": "_MEM_FORMAT_ENCODING",
-    "torch.distributed.distributed_c10d:": "_get_default_store _set_pg_timeout _world.pg_map",
+    "torch.distributed.distributed_c10d:": "_get_default_store _set_pg_timeout",
     "torch.distributed:ProcessGroup.": "_get_backend",
     "torch.nn.modules.batchnorm:": "_BatchNorm",
     "torch.nn.modules.instancenorm:": "_InstanceNorm",
@@ -86,7 +77,6 @@ INSTANCES: dict[str, tuple[Any, ...]] = {
     "SGConv": (2, 2),
     "SSGConv": (2, 2, 0.1),
     "StochasticWeightAveraging": (0.1,),
-    "_SignalConnector": (None,),
 }
 # Not attributes of anything before they are set: torch.compile's, and prefixes of names.
 UNLISTED = {

@@ -31,7 +31,7 @@ def test_defaults_are_those_of_the_strategy() -> None:
         ({"num_stages": -1}, "'num_stages' to be between 1"),
         ({"partition": "meetis"}, "'partition' to be one of metis, random, contiguous"),
         ({"balance": "fair"}, "'balance' to be one of"),
-        ({"start_method": "thread"}, "'start_method' to be one of"),
+        ({"start_method": "spawn"}, "'start_method' to be one of.*Leave 'start_method' out"),
         ({"history_dtype": torch.int64}, "'history_dtype' to be a floating-point dtype"),
         ({"repeat_encoder": "always"}, "'repeat_encoder' to be True, False or 'auto'"),
         ({"repeat_encoder": 1}, "'repeat_encoder' to be True, False or 'auto'"),

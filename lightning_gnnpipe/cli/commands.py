@@ -31,7 +31,6 @@ import lightning_gnnpipe.models  # lets configs name its classes without the pac
 from lightning_gnnpipe.errors import ConfigError, Fallbacks, GNNPipeError
 from lightning_gnnpipe.preview import Preview, words_of
 from lightning_gnnpipe.strategy import GNNPipeStrategy
-from lightning_gnnpipe.user_code import is_silent
 
 log = logging.getLogger(__name__)
 
@@ -291,8 +290,7 @@ def main() -> int:
             },
         )
     except (GNNPipeError, MisconfigurationException) as error:
-        if not is_silent(error):
-            sys.stderr.write(f"gnnpipe: {error}\n")
+        sys.stderr.write(f"gnnpipe: {error}\n")
         return 1
     return 0
 

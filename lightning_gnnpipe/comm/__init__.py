@@ -1,7 +1,6 @@
 """All communication between ranks: transport, collectives, process groups."""
 
 from lightning_gnnpipe.comm.collectives import (
-    UNKNOWN_BYTES,
     Collectives,
     Meter,
     cause_of,
@@ -15,7 +14,5 @@ from lightning_gnnpipe.comm.groups import (
     abandon_groups,
     choose_wire,
     end_groups_at_exit,
-    first_rank_tells,
-    restart_store,
 )
 from lightning_gnnpipe.comm.transport import Label, Transport, sum_along_pipe

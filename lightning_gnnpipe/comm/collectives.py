@@ -17,14 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gnnpipe.comm.groups import Members, World
-from lightning_gnnpipe.comm.watch import Watch, differ
-from lightning_gnnpipe.errors import GNNPipeError, PeerError
+from lightning_gnnpipe.comm.watch import Watch
+from lightning_gnnpipe.errors import GNNPipeError, PeerError, UnsupportedError
 from lightning_gnnpipe.types import TrafficKind
 
 T = TypeVar("T")
 
 _NUM_NUMBERS, _TEXT = 8, "64s"  # of a meeting; fixed, since gloo cannot match different sizes
-UNKNOWN_BYTES = 1 << 40  # for messages of unknown size: `Watch` allows hours
 _LOST = re.compile(
     r"gloo|NCCL|[Cc]onnection (closed|reset|refused|timed out)|pair closure|Broken pipe"
     r"|Timed out waiting|Operation timed out"
@@ -64,7 +63,7 @@ class Collectives:
         if not self.has_others:
             return
         payload = self._on_wire(tensor)
-        with self.explained(f"broadcast {kind} data from rank {source}", payload.nbytes):
+        with self.explained(f"broadcast {kind} data from rank {source}"):
             dist.broadcast(payload, source, group=self.members.group)
         bring(payload, tensor)
         if self.world.rank != source:
@@ -75,7 +74,7 @@ class Collectives:
         if not self.has_others:
             return
         payload = self._on_wire(tensor)
-        with self.explained(f"sum {kind} data over ranks", payload.nbytes):
+        with self.explained(f"sum {kind} data over ranks"):
             dist.all_reduce(payload, group=self.members.group)
         bring(payload, tensor)
         self._count_sum(tensor.nbytes, kind, self.members.group)
@@ -90,7 +89,7 @@ class Collectives:
             self.answers[asked.pop()](texts)
             texts, ranks = self.gather(what, numbers)
         if len(set(texts)) > 1:
-            raise differ(texts, self.members.ranks)
+            raise _differ(texts, self.members.ranks)
         return ranks
 
     def gather(self, what: str, numbers: Sequence[int] = ()) -> tuple[list[str], list[list[int]]]:
@@ -120,7 +119,7 @@ class Collectives:
         source = self.members.ranks[0] if source is None else source
         what = f"broadcast from rank {source}"
         self.meet(what)
-        with self.explained(what, UNKNOWN_BYTES):
+        with self.explained(what):
             dist.broadcast_object_list(box, source, group, self.world.wire_device)
         return box[0]
 
@@ -148,7 +147,7 @@ class Collectives:
         values: list[Any] = [None] * len(self.members.ranks)
         what = "gather from all ranks"
         self.meet(what)
-        with self.explained(what, UNKNOWN_BYTES):
+        with self.explained(what):
             dist.all_gather_object(values, value, group=self.members.group)
         return values
 
@@ -163,7 +162,7 @@ class Collectives:
         if chosen is None and not self.has_others:
             return cast(T, tensor)
         sent = tensor.to(self.world.wire_device)
-        with self.explained("reduce or gather a tensor", sent.nbytes):
+        with self.explained("reduce or gather a tensor"):
             found: Any = work(sent, chosen)
         if isinstance(found, Tensor):
             return cast(T, found.to(tensor.device))
@@ -182,27 +181,38 @@ class Collectives:
         self.meter[kind] += total * (rank + 1) // size - total * rank // size
 
     @contextmanager
-    def explained(self, what: str, num_bytes: int = 0) -> Iterator[None]:
-        """Watch the block as a wait for other ranks; if that fails, raise the cause.
+    def explained(self, what: str) -> Iterator[None]:
+        """Run a block that waits for other ranks; if that fails, raise the cause.
 
         Errors of this rank itself pass unchanged. `what` follows "could not".
         """
-        with self.watch.waiting(what, num_bytes):
-            try:
-                yield
-            except (RuntimeError, TimeoutError) as error:
-                if not is_communication_error(error):
-                    raise
-                cause = self.watch.cause()
-                if cause is not None:
-                    raise cause from None
-                raise PeerError(
-                    f"Rank {self.world.rank} could not {what}: another rank failed, or did not "
-                    f"answer within {self.world.timeout.total_seconds():.0f} s. Look for the "
-                    "first error that any rank printed. If there is none and all ranks are slow, "
-                    "set GNNPipeStrategy(timeout=...). "
-                    f"({type(error).__name__}: {error})"
-                ) from error
+        self.watch.check()
+        try:
+            yield
+        except (RuntimeError, TimeoutError) as error:
+            if not is_communication_error(error):
+                raise
+            self.watch.read()
+            self.watch.check()
+            raise PeerError(
+                f"Rank {self.world.rank} could not {what}: another rank failed, or did not "
+                f"answer within {self.world.timeout.total_seconds():.0f} s. Look for the "
+                "first error that any rank printed. If there is none and all ranks are slow, "
+                "set GNNPipeStrategy(timeout=...). "
+                f"({type(error).__name__}: {error})"
+            ) from error
+
+
+def _differ(whats: Sequence[str], ranks: Sequence[int]) -> UnsupportedError:
+    """Return the error for ranks that do different things; `whats` follow "wants to"."""
+    pairs = zip(ranks, whats, strict=True)
+    return UnsupportedError(
+        expected="all ranks to make the same calls",
+        found="; ".join(f"rank {rank} wants to {what}" for rank, what in pairs),
+        remedy="Call the pipelined module, trainer.save_checkpoint and all functions that "
+        "communicate on every rank, not under `if self.global_rank == 0`. Every rank must take "
+        "the same branches in each hook.",
+    )
 
 
 def is_communication_error(error: BaseException) -> bool:

@@ -16,14 +16,10 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, TCPStore
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed import ProcessGroup
 
-from lightning_gnnpipe._compat_torch import default_store
 from lightning_gnnpipe.errors import Fallbacks
 
-_ERROR = "gnnpipe_error"
-_LONGEST_WAIT = timedelta(seconds=2)
 _made: list[ref[ProcessGroup]] = []  # the default group, if the package created it
 log = logging.getLogger(__name__)
 GPU_BACKEND = "cpu:gloo,cuda:nccl"  # gloo for CPU tensors, NCCL for GPU tensors
@@ -102,6 +98,15 @@ class Mesh:
     asked: Members = Members(())
 
     @property
+    def groups(self) -> list[ProcessGroup]:
+        """The process groups of this rank that the package made."""
+        members = self.shards, self.own_replica, self.replicas, self.everyone, self.asked
+        found = [one.group for one in members if len(one.ranks) > 1]
+        if _is_ours():
+            found.append(dist.group.WORLD)
+        return [one for one in dict.fromkeys(found) if one is not None]
+
+    @property
     def replica(self) -> int:
         return self.rank // (self.num_stages * self.num_shards)
 
@@ -169,22 +174,6 @@ def abandon_groups() -> None:
     atexit.unregister(_end_groups)
 
 
-def first_rank_tells(error: str, rank: int, *, is_peers: bool) -> bool:
-    """Whether rank 0 publishes the same error within 2 s, so that this rank need not print it.
-
-    Rank 0 publishes `error` here. With `is_peers` (another rank failed first), any error counts.
-    """
-    try:
-        store = default_store()
-        if rank == 0:
-            store.set(_ERROR, error)
-            return False
-        store.wait([_ERROR], _LONGEST_WAIT)
-        return is_peers or store.get(_ERROR) == error.encode()
-    except (RuntimeError, ValueError):  # rank 0 still runs or has ended, or there is no group
-        return False
-
-
 def _end_groups() -> None:
     if dist.is_initialized() and _is_ours():
         dist.destroy_process_group()
@@ -192,21 +181,6 @@ def _end_groups() -> None:
 
 def _is_ours() -> bool:
     return any(one() is dist.group.WORLD for one in _made)
-
-
-def restart_store(address: str, port: int, timeout: timedelta) -> Store | None:
-    """Return a store for this restart of torchrun; None if no new store is needed.
-
-    With its static rendezvous torchrun keeps one store over restarts. It still holds the addresses
-    of ranks that have ended, and new ranks would wait for them. Only on one node, because torchrun
-    counts restarts per node; on several, ``--rdzv-backend=c10d`` creates a new store for each.
-    """
-    world_size = os.environ.get("WORLD_SIZE", "")
-    is_one_node = world_size == os.environ.get("LOCAL_WORLD_SIZE")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not is_one_node:
-        return None
-    store = TCPStore(address, port, int(world_size), is_master=False, timeout=timeout)
-    return PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def choose_wire(device: torch.device, backend: str) -> torch.device:

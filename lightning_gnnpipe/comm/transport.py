@@ -61,13 +61,13 @@ class Transport(Collectives):
         self._run = 0
         self.seed = 0  # of the codecs in this step; each message takes the next
 
-    def begin_run(self, is_stopping: Callable[[], bool]) -> None:
+    def begin_run(self) -> None:
         """Start the watch, and use new tags: messages of an earlier run may be in flight."""
         self._sends.clear()
         self._receives.clear()
         if self.world.is_distributed:
             self._run = (self._run + 1) % _MAX_RUNS
-            self.watch.start(is_stopping)
+            self.watch.start(self.mesh.groups)
 
     def post_receive(
         self, source: int, label: Label, buffers: Sequence[Tensor], codec: Codec = PLAIN
@@ -86,7 +86,7 @@ class Transport(Collectives):
         """Wait for a message and return its tensors."""
         works, parcels = self._receives.pop(label)
         num_bytes = sum(parcel.num_bytes for parcel in parcels)
-        with self.explained(f"wait for {label.kind} data of chunk {label.chunk}", num_bytes):
+        with self.explained(f"wait for {label.kind} data of chunk {label.chunk}"):
             for work in works:
                 work.wait(self.world.timeout)
         self.meter[label.kind] += num_bytes
@@ -107,8 +107,7 @@ class Transport(Collectives):
     def flush(self) -> None:
         """Wait until all is sent."""
         sends, self._sends = self._sends, []
-        num_bytes = sum(payload.nbytes for _, payload in sends)
-        with self.explained("wait for sent data to be received", num_bytes):
+        with self.explained("wait for sent data to be received"):
             for work, _ in sends:
                 work.wait(self.world.timeout)
 
@@ -133,7 +132,7 @@ class Transport(Collectives):
         self._count_sum(flag_bytes, "control", over.group)
 
         def wait() -> None:
-            with self.explained(f"sum {kind} data over ranks", payload.nbytes):
+            with self.explained(f"sum {kind} data over ranks"):
                 work.wait(self.world.timeout)
             bring(payload, tensor)
 
@@ -190,7 +189,7 @@ class Transport(Collectives):
         self.meter[kind] += num_bytes
 
         def wait() -> list[Tensor]:
-            with self.explained(f"wait for {kind} data", num_bytes), self.waiting():
+            with self.explained(f"wait for {kind} data"), self.waiting():
                 for work in works:
                     work.wait(self.world.timeout)
             payloads.clear()  # alive until here

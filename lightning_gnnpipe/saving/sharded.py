@@ -25,7 +25,7 @@ from lightning_gnnpipe._compat_torch import (
     member_of_metadata,
     save_tensors,
 )
-from lightning_gnnpipe.comm import UNKNOWN_BYTES, Transport
+from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.saving.sidecar import reading, write_synced
 
 _META = "meta.pt"
@@ -67,7 +67,7 @@ def write_shards(
                     tensors[f"optimizer/{index}/{number}/{name}"] = value
                 else:
                     scalars[index].setdefault(number, {})[name] = value
-    with transport.explained(f"write the shards of {part_of(path)}", UNKNOWN_BYTES):
+    with transport.explained(f"write the shards of {part_of(path)}"):
         writer, group = FileSystemWriter(part_of(path)), transport.everyone.members.group
         save_tensors(tensors, writer, transport.world.is_distributed, group)
     gathered = transport.everyone.all_gather_objects(scalars)

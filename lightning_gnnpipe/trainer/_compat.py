@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities import cloud_io, distributed, imports
+from lightning.fabric.utilities import cloud_io, distributed
 from lightning.fabric.utilities import types as fabric_types
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as pl_callbacks
@@ -24,8 +24,8 @@ from torch import nn
 from lightning_gnnpipe.passing import replace_attributes
 
 PathLike: TypeAlias = fabric_types._PATH
-Handler: TypeAlias = Callable[[int, Any], None]  # of a signal
 SubprocessScriptLauncher = launchers._SubprocessScriptLauncher
+MultiProcessingLauncher = launchers._MultiProcessingLauncher
 default_backend = distributed._get_default_process_group_backend_for_device
 init_dist_connection = distributed._init_dist_connection
 load_file = cloud_io._load
@@ -34,11 +34,6 @@ reduce_over = distributed._sync_ddp_if_available
 
 # The class `WeightAveraging`; nothing before Lightning 2.6.
 WEIGHT_AVERAGING: Any = getattr(pl_callbacks, "WeightAveraging", ())
-
-
-def is_interactive() -> bool:
-    """Whether this is a notebook or an interactive shell, as Lightning finds it."""
-    return imports._IS_INTERACTIVE
 
 
 def average_of(callback: Callback) -> nn.Module | None:
@@ -70,16 +65,10 @@ _WRONG_ADVICE = (
 @contextmanager
 def without_wrong_advice() -> Iterator[None]:
     """Silence advice of Lightning that is wrong here within the block."""
-    own: list[Any] = []
-    for text in _WRONG_ADVICE:
-        warnings.filterwarnings("ignore", message=text)
-        own.append(warnings.filters[0])
-    try:
+    with warnings.catch_warnings():
+        for text in _WRONG_ADVICE:
+            warnings.filterwarnings("ignore", message=text)
         yield
-    finally:
-        for one in own:
-            if one in warnings.filters:
-                warnings.filters.remove(one)  # type: ignore[attr-defined]
 
 
 class LightningStrategy(ParallelStrategy):
@@ -138,22 +127,6 @@ class LightningStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         self._launcher = self.make_launcher()
-
-
-def handle_signals(trainer: Trainer, on_stop: Handler, on_requeue: Handler) -> Handler:
-    """Replace the Trainer's handlers of SIGTERM and of SLURM's requeue signal; return the second.
-
-    That one saves and requeues the SLURM job.
-    """
-    connector: Any = trainer._signal_connector
-    connector._sigterm_notifier_fn = on_stop
-    before, connector._slurm_sigusr_handler_fn = connector._slurm_sigusr_handler_fn, on_requeue
-    return before
-
-
-def stop_at_the_end_of_the_batch(trainer: Trainer) -> None:
-    """Stop the Trainer after this batch, as on SIGTERM."""
-    trainer._signal_connector.received_sigterm = True
 
 
 def last_saved_step(callback: ModelCheckpoint) -> int:

@@ -134,7 +134,6 @@ class EngineHost:
             self._serve_callbacks(callbacks, averages)
         if self._has_parts:
             self._answer_reads(trainer)
-        self._processes.signals.attach(trainer, engine.signals)
         has_summary = any(isinstance(one, ModelSummary) for one in callbacks)
         if is_fitting and trainer.is_global_zero and has_summary:
             engine.model.on_split = partial(_print_stages, trainer, pipelined)
@@ -189,6 +188,7 @@ class EngineHost:
 
     def take_over(self) -> None:
         """Put the engine behind the module's methods."""
+        self._processes.signals.attach(self._strategy.user_module.trainer, self.engine.signals)
         if not self.engine.methods.are_attached:
             self.engine.attach()
 

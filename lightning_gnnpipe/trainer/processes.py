@@ -1,27 +1,31 @@
 """The processes of a run: launching, ranks, collectives, failures.
 
+Lightning's launchers start the ranks. A rank that fails says why, at once and by itself, since
+Lightning, torch and torchrun kill the others soon after one has ended.
+
+
 Decisions such as stopping or saving are taken by all ranks together.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
-import subprocess
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
-from lightning_gnnpipe._compat_torch import has_begun_cuda, set_group_timeout
+from lightning_gnnpipe._compat_torch import set_group_timeout
 from lightning_gnnpipe.comm import (
     GPU_BACKEND,
     Collectives,
@@ -32,17 +36,13 @@ from lightning_gnnpipe.comm import (
     cause_of,
     choose_wire,
     end_groups_at_exit,
-    first_rank_tells,
     is_communication_error,
-    restart_store,
 )
-from lightning_gnnpipe.errors import ConfigError, Fallbacks, PeerError
+from lightning_gnnpipe.errors import ConfigError, PeerError
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.trainer import _compat
-from lightning_gnnpipe.trainer._compat_launcher import WorkerLauncher
 from lightning_gnnpipe.trainer.random_state import random_state, set_random_state
 from lightning_gnnpipe.trainer.signals import StopSignals
-from lightning_gnnpipe.user_code import shorten, silence
 
 T = TypeVar("T")
 
@@ -60,7 +60,6 @@ class Processes:
     ) -> None:
         self._strategy, self._options, self._backend = strategy, options, backend
         self._transport: Transport | None = None
-        self._fallbacks = Fallbacks(log)
         self.signals = StopSignals()
 
     @property
@@ -87,7 +86,7 @@ class Processes:
     @property
     def has_workers(self) -> bool:
         """Whether this process started the ranks and does not train itself."""
-        return self._transport is None and isinstance(self._strategy.launcher, WorkerLauncher)
+        return self._transport is None and isinstance(self._strategy.launcher, ForkLauncher)
 
     @property
     def is_interrupted(self) -> bool:
@@ -107,30 +106,18 @@ class Processes:
         if num_processes * num_nodes == 1:
             return None
         is_external = strategy.cluster_environment.creates_processes_externally
-        if _compat.is_interactive() and num_nodes == 1 and not is_external:
-            if method in ("spawn", "forkserver"):
-                self._fallbacks.tell(
-                    "In a notebook or an interactive shell processes can only be forked",
-                    origin=f"start_method='{method}'",
-                    to="start_method='fork'",
-                )
-            method = "fork"
-        if method == "fork":
-            self._refuse_cuda_in_forks()
-        if method != "popen":
-            launcher = WorkerLauncher(strategy, start_method=method)
-            launcher.end_worker, launcher.is_fork = self._end_worker, method == "fork"
-            return launcher
+        is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)  # as for Lightning
+        if method == "fork" or (is_interactive and num_nodes == 1 and not is_external):
+            self._refuse_gpus_in_forks()
+            return ForkLauncher(strategy, start_method="fork")
         if is_external:
             return None
         return _compat.SubprocessScriptLauncher(
             strategy.cluster_environment, num_processes, num_nodes
         )
 
-    def _refuse_cuda_in_forks(self) -> None:
-        """Refuse forks that need a GPU, of a process that has begun to use the driver."""
-        devices = self._strategy.parallel_devices or ()
-        if any(device.type == "cuda" for device in devices) and has_begun_cuda():
+    def _refuse_gpus_in_forks(self) -> None:
+        if any(device.type == "cuda" for device in self._strategy.parallel_devices or ()):
             raise ConfigError(
                 expected="processes that can use a GPU",
                 found="forks of a process that has begun to use CUDA, as it has with the import "
@@ -150,14 +137,15 @@ class Processes:
     def begin(self) -> None:
         """Refuse a process that was started by a Trainer with more devices."""
         strategy = self._strategy
+        if isinstance(strategy.launcher, ForkLauncher):
+            torch.set_num_threads(1)  # OpenMP would wait for threads that were not forked
         if strategy.local_rank >= strategy.num_processes:
             raise ConfigError(
                 expected="the same number of devices as in the Trainer that started this process",
                 found=f"devices={strategy.num_processes} in the process of local rank "
                 f"{strategy.local_rank}",
-                remedy="Each rank runs the script from the start. Use one Trainer, the same "
-                "number of devices in all Trainers, or "
-                "GNNPipeStrategy(start_method='spawn').",
+                remedy="Each rank runs the script from the start. Use one Trainer, or the same "
+                "number of devices in all Trainers.",
             )
 
     def connect(self) -> None:
@@ -174,7 +162,7 @@ class Processes:
         if self._transport is None or self._transport.world != world:
             self.end_run()
             self._transport = Transport(world, layout, Meter())
-        self._transport.begin_run(lambda: self.signals.received != 0)
+        self._transport.begin_run()
 
     def end_run(self) -> None:
         """Stop watching the other ranks."""
@@ -189,9 +177,8 @@ class Processes:
         backend = self._backend or (GPU_BACKEND if default == "nccl" else default)
         # Processes start at their own pace, so the first rendezvous may take longer than a message.
         timeout = max(self._options.timeout, _LEAST_START_TIMEOUT)
-        store = restart_store(environment.main_address, environment.main_port, timeout)
         is_new = not dist.is_initialized()
-        _compat.init_dist_connection(environment, backend, timeout=timeout, store=store)
+        _compat.init_dist_connection(environment, backend, timeout=timeout)
         end_groups_at_exit(is_new=is_new)
         if is_new:
             self._transport = None  # its groups have ended
@@ -252,75 +239,43 @@ class Processes:
         return result
 
     def fail(self, exception: BaseException) -> None:
-        """Publish the error that ends this rank, log it once, and end the processes it started."""
-        shorten(exception)
-        if not self.has_peers:
+        """Say why this rank ends, tell the others, and end the processes that it started."""
+        launcher: Any = self._strategy.launcher
+        if self.has_workers:  # of which one has failed, or the user stops them
+            launcher.kill(signal.SIGKILL)
+        is_stop = isinstance(exception, SIGTERMException) and self.signals.stops_together
+        if not self.has_peers or is_stop:
             return
-        if self.is_interrupted:
-            abandon_groups()
-        elif isinstance(exception, SIGTERMException):  # all ranks stop
-            return
-        started = self._take_started()
-        try:
-            self._report(exception)
-        finally:  # also on Ctrl-C
-            _end(started)
-
-    def _report(self, exception: BaseException) -> None:
-        """Publish and log `exception`; silence it if rank 0 prints it."""
-        is_peers = isinstance(exception, PeerError)
-        peer = self._publish(exception)
-        rank = self._strategy.global_rank
-        # Another launcher, such as torchrun, may end rank 0 before it has printed.
-        by_lightning = isinstance(self._strategy.cluster_environment, LightningEnvironment)
-        if by_lightning and first_rank_tells(repr(exception), rank, is_peers=is_peers):
-            silence(exception)
-        elif rank or peer:
-            self._log_end(exception, peer)
-
-    def _take_started(self) -> list[subprocess.Popen[bytes]]:
-        """Return the processes that this rank started, and end Lightning's watch over them.
-
-        Lightning kills this rank when one of them has failed, also if this rank has not printed
-        the error that they share.
-        """
-        launcher = self._strategy.launcher
-        if not isinstance(launcher, _compat.SubprocessScriptLauncher):
-            return []
-        started = list(launcher.procs)
-        launcher.procs.clear()  # the watch reads this list, and ends when it is empty
-        return started
-
-    def _end_worker(self, exception: BaseException) -> None:
-        """Publish and log the error that ends this worker, and do not wait for other ranks."""
-        if self.has_peers:
-            self._log_end(exception, self._publish(exception))
-        abandon_groups()
-
-    def _publish(self, exception: BaseException) -> str:
-        """Publish why this rank ends; return the cause, if another rank published one before."""
-        is_cause = not isinstance(exception, PeerError) and not is_communication_error(exception)
-        own = cause_of(exception) or ""
-        peer = self.transport.watch.fail(own, is_cause=is_cause)
-        return "" if is_cause and peer.endswith(f"failed: {own}") else peer
-
-    def _log_end(self, exception: BaseException, peer: str) -> None:
-        rank = self._strategy.global_rank
-        if peer and peer != str(exception):
-            log.error("Rank %d ends: %s", rank, peer)
-        elif not isinstance(
-            exception, PeerError | KeyboardInterrupt
-        ) and not is_communication_error(exception):
-            log.error("Rank %d failed: %s", rank, cause_of(exception))
+        abandon_groups()  # whose threads may wait for failed ranks
+        text = f"Rank {self._strategy.global_rank} failed: {cause_of(exception)}"
+        if isinstance(exception, PeerError):
+            text = str(exception)
+        elif not is_communication_error(exception):
+            log.error("%s", text)
+        self.transport.watch.fail(text)
+        if isinstance(launcher, _compat.SubprocessScriptLauncher) and launcher.procs:
+            atexit.register(_end, launcher)  # once this rank has printed its error
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Wait a few seconds for `processes` to end with their own errors, then kill the rest."""
+def _end(launcher: Any) -> None:
+    """Wait a few seconds for the started ranks to end with their own errors, then kill the rest."""
     deadline = time.monotonic() + _GRACE_S
-    try:
-        while time.monotonic() < deadline and any(one.poll() is None for one in processes):
-            time.sleep(0.05)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
+    while time.monotonic() < deadline and any(one.poll() is None for one in launcher.procs):
+        time.sleep(0.05)
+    launcher.kill(signal.SIGKILL)
+
+
+class ForkLauncher(_compat.MultiProcessingLauncher):
+    """Lightning's launcher, whose workers tell each other why they fail."""
+
+    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        def work(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except BaseException as error:
+                trainer.strategy.on_exception(error)
+                if isinstance(error, SIGTERMException):  # with 0, Lightning would wait for a result
+                    sys.exit(128 + signal.SIGTERM)
+                raise
+
+        return super().launch(work, *args, trainer=trainer, **kwargs)

@@ -2,16 +2,21 @@
 
 Lightning's own handlers communicate at once, while messages of the pipeline are in flight, so ranks
 could wait for each other forever. Here a handler sets a flag. All ranks see it at the next
-pipelined forward, finish the batch, save, and end.
+pipelined forward, and run Lightning's handlers together: they finish the batch, save, and end.
 """
 
 from __future__ import annotations
 
 import logging
+import signal
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -32,19 +37,23 @@ class StopSignals:
     def __init__(self) -> None:
         self._bits = SignalBits()
         self._trainer: pl.Trainer | None = None
-        self._requeue: Any = None  # Lightning's handler
+        self._notes = {bit: partial(self._note, bit) for bit in (STOP, REQUEUE)}
+        self._lightnings: dict[int, Callable[[int, Any], None]] = {}
 
     def attach(self, trainer: pl.Trainer, bits: SignalBits) -> None:
-        """Record signals in `bits` from now on; Lightning registers its handlers after this."""
-        before = _compat.handle_signals(trainer, self._on_stop, self._on_requeue)
-        if self._trainer is None:
-            self._requeue = before
+        """Record signals in `bits`, once Lightning has set its handlers, until it removes them."""
         self._bits, self._trainer = bits, trainer
-
-    @property
-    def received(self) -> int:
-        """Bits, on this rank."""
-        return self._bits.received
+        environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
+        numbers: dict[int, Any] = {STOP: signal.SIGTERM}
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            numbers[REQUEUE] = environment.requeue_signal
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for bit, number in numbers.items():
+            found: Any = signal.getsignal(number)
+            if callable(found) and found is not self._notes[bit]:
+                self._lightnings[bit] = partial(found, number)
+                signal.signal(number, self._notes[bit])
 
     @property
     def stops_together(self) -> bool:
@@ -53,15 +62,15 @@ class StopSignals:
 
     def obey(self) -> None:
         """Let Lightning stop after the batch if any rank has received SIGTERM."""
-        if self._trainer is not None and self.stops_together:
-            _compat.stop_at_the_end_of_the_batch(self._trainer)
+        if self.stops_together and STOP in self._lightnings:
+            self._lightnings.pop(STOP)(None)
 
     def requeue(self) -> None:
         """Save and requeue the SLURM job if it was requested; on all ranks."""
         if self._bits.agreed & REQUEUE:
             self._bits.agreed &= ~REQUEUE
             self._bits.received &= ~REQUEUE
-            self._requeue(0, None)
+            self._lightnings[REQUEUE](None)
 
     def save(self) -> None:
         """Save before a stop, unless a ModelCheckpoint just has; on all ranks."""
@@ -77,15 +86,8 @@ class StopSignals:
         trainer.save_checkpoint(path, weights_only=False)
         log.info('Saved %s. trainer.fit(ckpt_path="last") goes on from there.', path)
 
-    def _on_stop(self, signum: int, frame: Any) -> None:
-        is_first = not self._bits.received & STOP
-        self._bits.received |= STOP
-        launcher = self._trainer.strategy.launcher if self._trainer is not None else None
-        if is_first and launcher is not None:
-            launcher.kill(signum)  # the workers of this process
-
-    def _on_requeue(self, signum: int, frame: Any) -> None:
-        self._bits.received |= REQUEUE
+    def _note(self, bit: int, signum: int, frame: Any) -> None:
+        self._bits.received |= bit
 
 
 def keep_last(trainer: pl.Trainer | None) -> None:
