@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ class StopSignals:
         self._bits = SignalBits()
         self._trainer: pl.Trainer | None = None
         self._notes = {bit: partial(self._note, bit) for bit in (STOP, REQUEUE)}
-        self._lightnings: dict[int, Callable[[int, Any], None]] = {}
+        self._lightnings: dict[int, partial[None]] = {}
 
     def attach(self, trainer: pl.Trainer, bits: SignalBits) -> None:
         """Record signals in `bits`, once Lightning has set its handlers, until it removes them."""
