@@ -79,7 +79,7 @@ class BoundedStaleness(PipeCallback):
 class EmbeddingRefresh(PipeCallback):
     """Renews the embeddings that stale reads return, every n epochs.
 
-    With `how="exact"`, all historical embeddings are computed anew before every n-th epoch, with the
+    With `how="exact"`, all histories are computed anew before every n-th epoch, with the
     present weights and without dropout. They come from the validation that has just run, if it ran
     on the training graph with the same weights, and cost nothing then; else a forward pass without
     overlap computes them, as it does with norms over all nodes and with `async_halo`.
