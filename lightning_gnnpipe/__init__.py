@@ -17,7 +17,6 @@ from lightning_gnnpipe.callbacks import (
 )
 from lightning_gnnpipe.datamodule import FullGraphDataModule
 from lightning_gnnpipe.errors import REMOVED_CLASSES
-from lightning_gnnpipe.preview import check
 from lightning_gnnpipe.strategy import GNNPipeStrategy
 from lightning_gnnpipe.trainer.refuse import refuse_import
 
@@ -33,7 +32,6 @@ __all__ = [
     "StalenessWarmup",
     "TimelineCallback",
     "__version__",
-    "check",
 ]
 
 

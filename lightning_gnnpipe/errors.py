@@ -40,6 +40,7 @@ REMOVED_CLASSES = dict.fromkeys(_DEFAULT_CLASSES, _DEFAULT) | {
     "RenewedRows": "Use the callback EmbeddingRefresh(every_n_epochs=n, how='exact').",
     "SnapshotRows": "Use staleness='gnnpipe', or the callback EmbeddingRefresh(every_n_epochs=n, "
     "how='snapshot').",
+    "check": "Use print(GNNPipeStrategy().plan(module, data)).",
     "StalenessMethod": "Use a name of 'staleness': 'drift', the default, 'constant' or 'gnnpipe'.",
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, Mode
 from torch_geometric import nn as gnn
 
 from lightning_gnnpipe import FullGraphDataModule
-from lightning_gnnpipe.cli.commands import SaveFitConfig
 from lightning_gnnpipe.comm import groups as wire
 from lightning_gnnpipe.models import NodeClassifier
 from tests.helpers.batches import draw_batch
@@ -230,13 +228,3 @@ def test_ranks_on_one_gpu(monkeypatch: Any, caplog: Logs) -> None:
     assert found == torch.device("cpu")
     [text] = told(caplog)
     assert text.startswith("Ranks 0 and 1 share a GPU, which NCCL does not support: from NCCL")
-
-
-def test_a_config_in_the_way(tmp_path: Path, monkeypatch: Any, caplog: Logs) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.yaml").write_text("")
-    trainer = L.Trainer(logger=False, accelerator="cpu", enable_checkpointing=False)
-    monkeypatch.setattr(L.Trainer, "log_dir", os.curdir)
-    assert SaveFitConfig(parser=None, config=None)._leaves_another(trainer)  # type: ignore[arg-type]
-    [text] = told(caplog)
-    assert text.endswith("exists and is kept: from saving the config of this run to not saving it.")

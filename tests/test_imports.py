@@ -31,12 +31,11 @@ LINE = (
     *("layers", "stages", "methods", "saving", "chunks", "report"),
     *("selfcheck", "steps", "options"),
     *("batches", "planning", "engine", "trainer", "strategy"),
-    *("callbacks", "preview", "cli"),
+    *("callbacks", "cli"),
     "__init__",
 )
 LIGHTNING = {
     *("__init__", "strategy", "trainer", "planning", "callbacks", "datamodule", "models", "cli"),
-    "preview",
 }
 DISTRIBUTED = {"comm", "saving", "trainer", "_compat_torch"}
 

@@ -1,9 +1,8 @@
-"""Forecasts of layouts: costs measured in one process, steps timed by formula."""
+"""Forecasts of layouts: costs measured in one process, steps by closed forms."""
 
+from lightning_gnnpipe.planning.closed_forms import LayoutWork, Link, factorize, time_layout
 from lightning_gnnpipe.planning.from_module import plan_pipeline
-from lightning_gnnpipe.planning.measured import Link
 from lightning_gnnpipe.planning.pipeline_plan import LayoutForecast, PipelinePlan
-from lightning_gnnpipe.planning.schedule_layout import LayoutWork, factorize, simulate_layout
 
 __all__ = [
     "LayoutForecast",
@@ -12,5 +11,5 @@ __all__ = [
     "PipelinePlan",
     "factorize",
     "plan_pipeline",
-    "simulate_layout",
+    "time_layout",
 ]

@@ -15,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from torch_geometric.data import Data, Dataset
 
 from lightning_gnnpipe.batches import check_replicas
@@ -24,8 +25,9 @@ from lightning_gnnpipe.errors import ConfigError, Fallbacks
 from lightning_gnnpipe.methods import PipelinedMethods, is_one_graph
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.passing import Matrices
+from lightning_gnnpipe.planning.closed_forms import MESSAGE_S, Link
 from lightning_gnnpipe.planning.forecast import cut_checked, forecast
-from lightning_gnnpipe.planning.measured import MESSAGE_S, ForecastOptions, Link
+from lightning_gnnpipe.planning.layouts import ForecastOptions
 from lightning_gnnpipe.planning.pipeline_plan import PipelinePlan
 from lightning_gnnpipe.stages import HeldTensors, as_written, find_pipelined, switched
 from lightning_gnnpipe.steps import graph_of_node, num_nodes
@@ -42,7 +44,7 @@ class _Captured(Exception):
 
 def plan_pipeline(
     module: pl.LightningModule,
-    data: Data | Dataset | pl.LightningDataModule,
+    data: Data | Dataset | pl.LightningDataModule | DataLoader[Any],
     options: StrategyOptions,
     *,
     num_stages: int | None = None,
@@ -54,12 +56,15 @@ def plan_pipeline(
 ) -> PipelinePlan:
     """Return how `module` and `data` would be cut, and what a training step would take.
 
+    Print it: it shows one device with one chunk beside all layouts, and names the fastest. What
+    training would refuse is refused.
+
     The plan is for `num_stages` stages of `num_shards` shards, or for the best layout of
-    `num_devices` devices. It lists all layouts of as many devices, on the same chunks.
+    `num_devices` devices. It lists all layouts of as many devices.
 
     Args:
         module: Its `training_step` runs up to its call of the pipelined module.
-        data: A graph, a data set of one, or a data module.
+        data: A graph, a data set of one, a data module, or a loader.
         options: Options of the strategy; its number of stages is ignored.
         num_stages: Stages, S; 2 if `num_devices` is not given either.
         num_shards: Shards, G; None for the strategy's `graph_parallel`.
@@ -156,11 +161,13 @@ def _asked_layout(
     return num_devices, None
 
 
-def _first_batch(data: Data | Dataset | pl.LightningDataModule) -> Any:
+def _first_batch(data: Data | Dataset | pl.LightningDataModule | DataLoader[Any]) -> Any:
     if isinstance(data, pl.LightningDataModule):
         data.prepare_data()
         data.setup("fit")
         return next(iter(data.train_dataloader()))
+    if isinstance(data, DataLoader):
+        return next(iter(data))
     return data[0] if isinstance(data, Dataset) else data
 
 

@@ -1,41 +1,145 @@
-"""Forecast each layout of stages and shards from the same measured layers."""
+"""Forecast each layout of stages, shards and chunks from the same measured layers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from lightning_gnnpipe.chunks import LayerCost, work_of
+from lightning_gnnpipe.calls import Kind
+from lightning_gnnpipe.chunks import LayerCost, StepCosts
 from lightning_gnnpipe.codecs import get_codecs
+from lightning_gnnpipe.graph import ChunkPlan, SplitSizes, measure_split, split_chunks
 from lightning_gnnpipe.layers import find_layers
-from lightning_gnnpipe.planning.measured import TRAINED, Measured, bytes_of
+from lightning_gnnpipe.options import StrategyOptions
+from lightning_gnnpipe.planning.closed_forms import LayoutWork, Link, num_rounds, time_layout
 from lightning_gnnpipe.planning.pipeline_plan import LayoutForecast, StageForecast
-from lightning_gnnpipe.planning.schedule_layout import LayoutWork, simulate_layout
 from lightning_gnnpipe.planning.traffic import graph_parallel_bytes
-from lightning_gnnpipe.stages import Stage, find_users, tied_bytes
-from lightning_gnnpipe.steps.gradient_sums import group_tied
+from lightning_gnnpipe.stages import (
+    Layers,
+    Stage,
+    Value,
+    check_counts,
+    choose_repeated,
+    find_users,
+    solve_balance,
+    split_layers,
+    tied_bytes,
+)
 
 _MANY_ROWS = 2**10  # enough to neglect the fixed bytes of a message
+TRAINED = 4  # a weight, its gradient, two optimizer states
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of all `tensors`."""
+    return sum(one.nbytes for one in tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastOptions:
+    """Settings of a forecast.
+
+    Attributes:
+        strategy: Its layout and number of chunks are ignored.
+        layout: (stages, shards); None for the best.
+        memory_gib: Memory of a rank; None for no limit.
+    """
+
+    strategy: StrategyOptions
+    num_devices: int
+    layout: tuple[int, int] | None
+    num_chunks: int
+    link: Link
+    memory_gib: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A model and a graph, cut and timed.
+
+    Attributes:
+        costs: Of a step in the chunks of `chunks`.
+        large_costs: Of a step in one chunk.
+        assignment: `[num_nodes]` the chunk of each node, on the CPU, as the edges are.
+        kept_edges: `edge_index` without the edges that are dropped.
+        loss_s: Seconds of loss, metrics and their backward.
+    """
+
+    module: nn.Module
+    layers: Layers
+    costs: StepCosts
+    large_costs: StepCosts
+    chunks: ChunkPlan
+    assignment: Tensor
+    edge_index: Tensor
+    kept_edges: Tensor
+    batch_bytes: int
+    loss_s: float
+    options: ForecastOptions
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the outputs of all nodes."""
+        row_bytes = sum(self.layers.values[name].row_bytes for name in self.layers.outputs)
+        return row_bytes * self.chunks.num_nodes
+
+    def total_rows(self, kind: Kind, edge_set: int) -> int:
+        """Return the number of nodes, or of edges in one edge set."""
+        chunks = self.chunks
+        return chunks.num_nodes if kind is Kind.NODE else chunks.edge_set(edge_set).num_edges
+
+    def num_rows(self, value: Value, chunk: int) -> int:
+        """Return the number of rows of `value` in a chunk."""
+        own = self.chunks.edge_set(value.edge_set).chunks[chunk]
+        return own.num_nodes if value.kind is Kind.NODE else own.num_edges
+
+    def split(self, num_shards: int, num_chunks: int) -> SplitSizes:
+        """Return the sizes of the pieces of the graph, split as in training."""
+        is_one = num_chunks == 1
+        assignment = torch.zeros_like(self.assignment) if is_one else self.assignment
+        shards = torch.zeros_like(assignment)
+        if num_shards > 1:
+            shards = split_chunks(self.edge_index, assignment, num_shards)
+        edges = self.edge_index if is_one else self.kept_edges
+        return measure_split(edges, assignment, shards, num_shards)
+
+    def cut(self, num_stages: int, num_shards: int) -> tuple[Stage, ...]:
+        """Return the stages, with layers assigned as in training."""
+        layers, options = self.layers, self.options.strategy
+        num_layers, balance = len(layers.segments), options.balance
+        repeated = choose_repeated(layers, options.repeat_encoder, self.total_rows, num_shards)
+        if not isinstance(balance, str) and len(balance) == num_stages:
+            counts = check_counts(balance, num_layers, num_stages)
+        elif balance == "uniform":
+            counts = solve_balance([1.0] * num_layers, num_stages)
+        else:
+            counts = self.costs.assign_layers(layers, num_stages, repeated)
+        return split_layers(layers, counts, repeated)
 
 
 class LayoutForecaster:
     """Forecasts one layout."""
 
-    def __init__(self, measured: Measured, num_stages: int, num_shards: int) -> None:
+    def __init__(
+        self, measured: Measured, num_stages: int, num_shards: int, num_chunks: int
+    ) -> None:
         self._measured, self._num_shards = measured, num_shards
+        self._num_chunks = num_chunks
         self._stages = measured.cut(num_stages, num_shards)
-        self._sizes = measured.split(num_shards)
+        self._sizes = measured.split(num_shards, num_chunks)
         self._users = find_users(self._stages, measured.module)
         self._messages = measured.options.strategy.messages
         self._codecs = get_codecs(self._messages.cut_codec)
         self._halo_codecs = get_codecs(self._messages.halo_codec)
+        self._costs = measured.large_costs if num_chunks == 1 else measured.costs
 
     def forecast(self) -> LayoutForecast:
-        """Simulate a step, and add up its bytes and memory."""
+        """Add up the time, the bytes and the memory of a step."""
         measured, options = self._measured, self._measured.options
-        times = simulate_layout(self._work())
+        step_s, bubble_frac = time_layout(self._work())
         outputs, num_ranks = measured.output_bytes, len(self._stages) * self._num_shards
         memory = max(stage.memory_bytes for stage in self.stages())
         memory += measured.batch_bytes + 2 * outputs
@@ -43,9 +147,10 @@ class LayoutForecaster:
         return LayoutForecast(
             num_stages=len(self._stages),
             num_shards=self._num_shards,
-            step_s=times.step_s,
-            bubble_frac=times.bubble_frac,
-            step_bytes=sent + 2 * self._num_shards * self._tied_bytes(),
+            num_chunks=self._num_chunks,
+            step_s=step_s,
+            bubble_frac=bubble_frac,
+            step_bytes=sent + self._num_shards * self._gradient_bytes(),
             memory_bytes=memory,
             fits=options.memory_gib is None or memory <= options.memory_gib * 2**30,
         )
@@ -55,7 +160,7 @@ class LayoutForecaster:
         measured, found = self._measured, []
         node_frac = float(self._sizes.nodes.sum(0).max()) / measured.chunks.num_nodes
         for stage, weights in zip(self._stages, self._weights(), strict=True):
-            costs = measured.costs.of(stage)
+            costs = self._costs.of(stage)
             found.append(
                 StageForecast(
                     first_layer=stage.segments[0].index,
@@ -70,44 +175,38 @@ class LayoutForecaster:
         return found
 
     def _work(self) -> LayoutWork:
-        measured, stages, options = self._measured, self._stages, self._measured.options
-        again = float(options.strategy.histories.recomputes)
-        sizes, costs = self._sizes, [measured.costs.of(stage) for stage in stages]
-        total = sum(work_of(chunk) for chunk in measured.chunks.chunks)
-        work = (sizes.nodes + sizes.edges).amax(1) / total
-        swapped = torch.maximum(sizes.sent, sizes.received).amax(1)
-        forward_s = [sum(c.forward_s for c in one) for one in costs]
-        ties = group_tied(measured.module, self._users)
+        measured, stages, sizes = self._measured, self._stages, self._sizes
+        again = float(measured.options.strategy.histories.recomputes)
+        costs = [self._costs.of(stage) for stage in stages]
+        work = sizes.nodes + sizes.edges
+        slowest = float(work.amax(1).sum() / work.sum())  # the slowest shard's share of the work
+        rows = int(torch.maximum(sizes.sent, sizes.received).amax(1).sum())
+        peers = int(sizes.peers.amax(1).sum())
+        forward_s = [slowest * sum(c.forward_s for c in one) for one in costs]
+        backward_s = [slowest * sum(c.backward_s for c in one) for one in costs]
+        own = [bytes_of(weights) for weights in self._weights()]
+        ring = 2 * (self._num_shards - 1) / self._num_shards  # all-reduce over the shards
         return LayoutWork(
-            num_shards=self._num_shards,
+            num_chunks=self._num_chunks,
             forward_s=forward_s,
-            backward_s=[
-                again * s + sum(c.backward_s for c in one)
-                for s, one in zip(forward_s, costs, strict=True)
-            ],
-            halo_row_bytes=[sum(map(self._halo_row_bytes, one)) for one in costs],
-            num_exchanges=[sum(cost.num_pushes for cost in one) for one in costs],
+            backward_s=[again * a + b for a, b in zip(forward_s, backward_s, strict=True)],
+            halo_bytes=[rows * sum(map(self._halo_row_bytes, one)) for one in costs],
+            num_messages=[peers * sum(cost.num_pushes for cost in one) for one in costs],
             cut_bytes=[self._sent(stage, False) for stage in stages[:-1]],
             cut_grad_bytes=[self._sent(stage, True) for stage in stages[:-1]],
-            work_fracs=work.tolist(),
-            halo_rows=swapped.tolist(),
-            halo_peers=sizes.peers.amax(1).tolist(),
-            weight_bytes=[bytes_of(weights) for weights in self._weights()],
-            tied_bytes=self._tied_bytes(),
-            num_ties=sum(len(stages) - 1 for stages, _ in ties),
+            link=measured.options.link,
+            weight_bytes=ring * max(own) + self._gradient_bytes(),
             output_bytes=measured.output_bytes,
+            num_rounds=num_rounds(len(stages) * self._num_shards),
             loss_s=measured.loss_s,
-            bytes_per_s=options.link.bytes_per_s,
-            message_s=options.link.message_s,
-            copied_bytes_per_s=measured.copied_bytes_per_s,
             waits_for_halo=not self._messages.is_async,
         )
 
-    def _sent(self, stage: Stage, is_grad: bool) -> list[float]:
-        """Return for each chunk the bytes over a stage's cut, on its busiest rank."""
+    def _sent(self, stage: Stage, is_grad: bool) -> float:
+        """Return the bytes over a stage's cut, on its busiest rank."""
         sizes = self._sizes
         parts = torch.maximum(_largest_frac(sizes.nodes), _largest_frac(sizes.edges)).tolist()
-        return [part * self._bytes(stage, chunk, is_grad) for chunk, part in enumerate(parts)]
+        return sum(part * self._bytes(stage, chunk, is_grad) for chunk, part in enumerate(parts))
 
     def _cut_bytes(self) -> int:
         """Return the bytes of rows and gradients over all cuts."""
@@ -155,21 +254,21 @@ class LayoutForecaster:
         if not measured.options.strategy.histories.recomputes:
             return sum(cost.saved_bytes for cost in costs)
         values = [measured.layers.values[name] for name in stage.received]
-        chunks = range(measured.chunks.num_chunks)
-        return sum(v.row_bytes * measured.num_rows(v, chunk) for v in values for chunk in chunks)
+        return sum(v.row_bytes * measured.total_rows(v.kind, v.edge_set) for v in values)
 
     def _row_frac(self) -> float:
         """Return the history rows of the shard with the most, over the number of nodes."""
         is_disjoint = self._num_shards == 1 and self._measured.chunks.is_disjoint
-        if is_disjoint and not find_layers(self._measured.module).sees_all_nodes:
-            return 0.0  # disjoint chunks keep no histories
+        has_none = is_disjoint and not find_layers(self._measured.module).sees_all_nodes
+        if has_none or self._num_chunks == 1:
+            return 0.0  # nothing is read of other chunks
         rows = self._sizes.nodes.sum(0) + self._sizes.received.sum(0)
         return float(rows.max()) / self._measured.chunks.num_nodes
 
-    def _tied_bytes(self) -> int:
-        """Return the bytes of weights shared by stages, once for each stage but the first."""
+    def _gradient_bytes(self) -> int:
+        """Return the bytes of gradients of weights between stages, once for each shard."""
         users, named = self._users, self._measured.module.named_parameters()
-        return sum(tied_bytes([p]) * (len(users[n]) - 1) for n, p in named if n in users)
+        return 2 * sum(tied_bytes([p]) * (len(users[n]) - 1) for n, p in named if n in users)
 
     def _weights(self) -> list[list[nn.Parameter]]:
         """Return the parameters of each stage."""

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from lightning_gnnpipe.chunks import LayerCost
 
-_FEW_LAYERS = 8
+_MIB = 2**20
 _SHORT_CHUNK_S = 2e-3  # below, Python takes a large share of a chunk's time
-_NOTABLY = 0.95  # advise another layout if it takes less than this share of the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +38,7 @@ class LayoutForecast:
     Attributes:
         num_stages: Stages, S.
         num_shards: Shards of the graph, G.
+        num_chunks: Chunks, K.
         step_s: Predicted seconds, without the optimizer.
         bubble_frac: Share of all ranks' time, forward and backward, in which they do not compute.
         step_bytes: Bytes sent in a step, without statistics of norms.
@@ -49,6 +49,7 @@ class LayoutForecast:
 
     num_stages: int
     num_shards: int
+    num_chunks: int
     step_s: float
     bubble_frac: float
     step_bytes: int
@@ -56,9 +57,27 @@ class LayoutForecast:
     fits: bool
 
     @property
+    def layout(self) -> tuple[int, int, int]:
+        """Numbers of stages, shards and chunks."""
+        return self.num_stages, self.num_shards, self.num_chunks
+
+    @property
     def options(self) -> str:
-        """Options of `GNNPipeStrategy` for this layout."""
-        return f"num_stages={self.num_stages}, graph_parallel={self.num_shards}"
+        """The strategy for this layout, as it is written."""
+        shards = f", graph_parallel={self.num_shards}" if self.num_shards > 1 else ""
+        return f"Trainer(devices={self.num_stages * self.num_shards}, strategy=GNNPipeStrategy(" + (
+            f"num_chunks={self.num_chunks}{shards}))"
+        )
+
+    def __str__(self) -> str:
+        if self.num_stages * self.num_shards == 1:
+            name = "one device"
+        elif self.num_stages == 1:
+            name = f"graph parallel, {self.num_shards} shards"
+        else:
+            name = f"pipeline, {self.num_stages} stages"
+            name += f" x {self.num_shards} shards" if self.num_shards > 1 else ""
+        return f"{name}, {self.num_chunks} chunk{'s' if self.num_chunks > 1 else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +91,7 @@ class PipelinePlan:
         layer_costs: Costs of each layer in a step.
         stages: Forecast of each stage.
         num_shards: Shards of the graph, G: ranks of each stage.
+        num_chunks: Chunks, K.
         chunk_rows: Nodes of each chunk.
         chunk_edges: Edges that end in each chunk.
         halo_rows: Nodes of other chunks that each chunk reads.
@@ -82,13 +102,12 @@ class PipelinePlan:
             if it cannot be timed without a Trainer.
         bubble_frac: Share of all ranks' time, forward and backward, in which they do not compute.
         step_bytes: Bytes sent in a step.
-        one_device_s: Predicted seconds of the same chunks on one device.
-        plain_s: Predicted seconds of a step of a plain Trainer, from the module as PyG runs it on a
-            part of the graph; None if it does not run on a part.
+        plain_s: Seconds of a step of a plain Trainer, from the module as PyG runs it; None for a
+            graph of more than a million nodes and edges.
         plain_bytes: Memory of a plain Trainer, as `LayoutForecast.memory_bytes`, but without what
             layers use only while they run, such as one message per edge; None if unknown.
-        layouts: Forecasts of all layouts of the devices, on the same chunks. One stage means graph
-            parallelism.
+        layouts: Forecasts of one device with one chunk, and of all layouts of the devices: graph
+            parallelism with one chunk, and several stages, on the same chunks.
         link_gbit_per_s: Link speed assumed, in Gbit/s.
         message_us: Microseconds assumed for a message of any size.
     """
@@ -99,6 +118,7 @@ class PipelinePlan:
     layer_costs: tuple[LayerCost, ...]
     stages: tuple[StageForecast, ...]
     num_shards: int
+    num_chunks: int
     chunk_rows: tuple[int, ...]
     chunk_edges: tuple[int, ...]
     halo_rows: tuple[int, ...]
@@ -107,7 +127,6 @@ class PipelinePlan:
     loss_s: float
     bubble_frac: float
     step_bytes: int
-    one_device_s: float
     layouts: tuple[LayoutForecast, ...]
     link_gbit_per_s: float
     message_us: float
@@ -115,9 +134,14 @@ class PipelinePlan:
     plain_bytes: int | None = None
 
     @property
-    def layout(self) -> tuple[int, int]:
-        """Numbers of stages and shards of the plan."""
-        return len(self.stages), self.num_shards
+    def layout(self) -> tuple[int, int, int]:
+        """Numbers of stages, shards and chunks of the plan."""
+        return len(self.stages), self.num_shards, self.num_chunks
+
+    @property
+    def one_device_s(self) -> float:
+        """Predicted seconds of a step of one device with one chunk."""
+        return self.layouts[0].step_s
 
     @property
     def best(self) -> LayoutForecast:
@@ -126,36 +150,65 @@ class PipelinePlan:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """Arguments against a pipeline here; empty if there are none."""
-        advice = []
-        (num_stages, num_shards), num_layers = self.layout, len(self.layer_names)
-        chunk_s = self.one_device_s / len(self.chunk_rows) / num_stages / num_shards
-        if num_stages * num_shards > 1 and self.step_s > 0.9 * self.one_device_s:
-            advice.append("The pipeline is hardly faster than one device.")
-        advice += self._advise_layout()
-        if num_layers < _FEW_LAYERS:
+        """What is fastest, and what speaks against the plan."""
+        best, advice = self.best, []
+        if not best.fits:
             advice.append(
-                f"With only {num_layers} layers shards send few bytes, too: try graph_parallel."
+                "No layout fits into the memory: try recompute, history_dtype or more devices."
             )
-        if chunk_s < _SHORT_CHUNK_S:
+        elif self.plain_s is not None and self.plain_s < best.step_s:
+            advice.append(f"Fastest: a plain Trainer, {self.plain_s:.3f} s per step.")
+        else:
+            advice.append(f"Fastest: {best.options}, {best.step_s:.3f} s per step.")
+        compute_s = sum(stage.compute_s for stage in self.stages)
+        chunk_s = compute_s / len(self.stages) / self.num_shards / self.num_chunks
+        if self.num_chunks > 1 and chunk_s < _SHORT_CHUNK_S:
             advice.append(
                 f"A chunk takes only {chunk_s * 1e3:.1f} ms on a stage: use fewer chunks, or one "
                 "device."
             )
         return tuple(advice)
 
-    def _advise_layout(self) -> list[str]:
-        best = self.best
-        if not best.fits:
-            return ["No layout fits into the memory: try recompute, history_dtype or more devices."]
-        own = [one for one in self.layouts if (one.num_stages, one.num_shards) == self.layout]
-        is_slow = self.step_s * _NOTABLY > best.step_s
-        if best in own or not (is_slow or any(not one.fits for one in own)):
-            return []
-        why = "would be faster" if is_slow else "would fit"
+    def __str__(self) -> str:
+        return "\n".join([*self._cut_lines(), *self._step_lines(), *self.advice])
+
+    def _cut_lines(self) -> list[str]:
+        rows, halo = self.chunk_rows, sum(self.halo_rows)
+        lines = [
+            f"{self.num_nodes:,} nodes, {self.num_edges:,} edges in {len(rows)} chunks of "
+            f"{min(rows):,} to {max(rows):,} nodes, which read {halo:,} of other chunks; "
+            f"{self.edge_cut_frac:.1%} of the edges are between chunks",
+            f"{len(self.layer_names)} layers in {len(self.stages)} stages",
+        ]
+        for number, stage in enumerate(self.stages):
+            names = self.layer_names[stage.first_layer :][: stage.num_layers]
+            lines.append(
+                f"stage {number}: {' .. '.join(dict.fromkeys([names[0], names[-1]]))} "
+                f"({stage.num_layers}), {stage.num_parameters:,} parameters, "
+                f"{stage.compute_s * 1e3:,.0f} ms, {stage.memory_bytes / _MIB:,.0f} MiB"
+            )
+        return lines
+
+    def _step_lines(self) -> list[str]:
+        """Return one line a layout; the layout of the plan is in brackets, the best has a star."""
+        rows = [("", "seconds", "bytes", "idle", "MiB")]
+        if self.plain_s is not None and self.plain_bytes is not None:
+            memory = f"{self.plain_bytes / _MIB:,.0f}"
+            rows.append(("  plain Trainer", f"{self.plain_s:.3f}", "0", "", memory))
+        for one in self.layouts:
+            name = f"[{one}]" if one.layout == self.layout else str(one)
+            memory = f"{one.memory_bytes / _MIB:,.0f}" + ("" if one.fits else " (too much)")
+            idle = f"{one.bubble_frac:.1%}"
+            mark = "* " if one == self.best else "  "
+            rows.append((mark + name, f"{one.step_s:.3f}", f"{one.step_bytes:,}", idle, memory))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return [
-            f"Another layout {why}, {best.step_s:.3f} s per step: "
-            f"GNNPipeStrategy({best.options}, num_chunks={len(self.chunk_rows)})."
+            f"A training step, with links of {self.link_gbit_per_s:g} Gbit/s and "
+            f"{self.message_us:g} us per message:",
+            *(
+                "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+                for row in rows
+            ),
         ]
 
 

@@ -197,6 +197,10 @@ def test_a_module_of_the_other_package_says_which_import_to_use() -> None:
 
 
 HABITS = {
+    "a script with `import pytorch_lightning`": (
+        "refused: write `import lightning as L`",
+        test_a_name_of_the_strategy_in_the_other_package_says_which_import_to_use,
+    ),
     "`torch.compile(net)`, `net.compile()`, compiled layers, a compiled `forward`": (
         "runs as it is written, which a warning says; compiled again after `fit`",
         test_what_is_compiled_trains_as_it_is_written_and_says_so,

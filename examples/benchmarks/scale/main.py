@@ -1,4 +1,4 @@
-"""Pipeline, graph parallelism or both, on 8 to 512 devices? Simulated on a papers100M-sized graph.
+"""Pipeline, graph parallelism or both, on 8 to 512 devices? By closed forms, for papers100M's size.
 
 python examples/benchmarks/scale/main.py              # the table and scale.png, from measured.json
 python examples/benchmarks/scale/main.py --measure    # measured.json: costs of a layer, replicas
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from common import interleave, make_edges, median_step_s, print_table, train_once
 
 from lightning_gnnpipe.graph import partition_nodes, replicas_per_node, split_chunks
-from lightning_gnnpipe.planning import LayoutWork, factorize, simulate_layout
+from lightning_gnnpipe.planning import LayoutWork, Link, factorize, time_layout
 
 FOLDER = Path(__file__).parent
 MEASURED = FOLDER / "measured.json"
@@ -78,7 +77,7 @@ def main() -> None:
     elif options.check:
         check(options.link_gbit, options.rounds)
     else:
-        simulate()
+        tabulate()
 
 
 def measure_layer() -> dict[str, list[float]]:
@@ -131,27 +130,24 @@ def step_s(
     alpha = 0.0 if num_shards == 1 else replicas[str(num_shards)]
     part = IMBALANCE / num_chunks / num_shards
     rows = part * NUM_NODES
-    cut = [[rows * NUM_CROSSING * ROW_BYTES] * num_chunks] * (num_stages - 1)
-    return simulate_layout(
-        LayoutWork(
-            num_shards=num_shards,
-            forward_s=[count * costs.of(costs.forward, setting.speed) for count in counts],
-            backward_s=[count * costs.of(costs.backward, setting.speed) for count in counts],
-            halo_row_bytes=[count * ROW_BYTES for count in counts],
-            num_exchanges=counts,
-            cut_bytes=cut,
-            cut_grad_bytes=cut,
-            work_fracs=[part] * num_chunks,
-            halo_rows=[alpha * rows] * num_chunks,
-            halo_peers=[num_shards - 1] * num_chunks,
-            weight_bytes=[count * WEIGHT_BYTES for count in counts],
-            output_bytes=0,
-            loss_s=0.0,
-            bytes_per_s=setting.link_gbit * 1e9 / 8,
-            message_s=0.0,
-            copied_bytes_per_s=math.inf,  # messages are large: bytes alone count
-        )
-    ).step_s
+    cut = [NUM_NODES * IMBALANCE / num_shards * NUM_CROSSING * ROW_BYTES] * (num_stages - 1)
+    forward, backward = (
+        [count * costs.of(way, setting.speed) * IMBALANCE / num_shards for count in counts]
+        for way in (costs.forward, costs.backward)
+    )
+    weight_bytes = setting.num_layers * WEIGHT_BYTES
+    work = LayoutWork(
+        num_chunks=num_chunks,
+        forward_s=forward,
+        backward_s=backward,
+        halo_bytes=[alpha * rows * num_chunks * count * ROW_BYTES for count in counts],
+        num_messages=[0] * num_stages,  # they are large: bytes alone count
+        cut_bytes=cut,
+        cut_grad_bytes=cut,
+        link=Link.of(setting.link_gbit, 0.0),
+        weight_bytes=weight_bytes * (2 - 1 / num_shards - 1 / num_stages),
+    )
+    return time_layout(work)[0]
 
 
 def curves(setting: Setting, measured: Mapping[str, Any]) -> dict[str, dict[int, Any]]:
@@ -168,7 +164,7 @@ def curves(setting: Setting, measured: Mapping[str, Any]) -> dict[str, dict[int,
     return found
 
 
-def simulate() -> None:
+def tabulate() -> None:
     measured = json.loads(MEASURED.read_text())
     all_curves = {
         setting: curves(setting, measured)
@@ -260,7 +256,7 @@ def draw(all_curves: Mapping[Setting, Any], measured: Mapping[str, Any]) -> None
         row[0].set_ylabel("seconds a step")
     handles, names = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, names, loc="lower center", ncols=4, frameon=False)
-    figure.suptitle("32 layers of 128 channels, 111 M nodes, 1.6 B edges: simulated")
+    figure.suptitle("32 layers of 128 channels, 111 M nodes, 1.6 B edges: by closed forms")
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(FOLDER / "scale.png", dpi=110)
 

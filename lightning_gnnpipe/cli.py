@@ -1,0 +1,109 @@
+"""`gnnpipe plan --config run.yaml`: what a training step of a config would take."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning_utilities.core.imports import RequirementCache
+
+import lightning_gnnpipe.models  # lets configs name its classes without the package
+from lightning_gnnpipe.errors import ConfigError, GNNPipeError
+from lightning_gnnpipe.planning import PipelinePlan
+from lightning_gnnpipe.strategy import GNNPipeStrategy
+
+REQUIREMENT = "jsonargparse[signatures]>=4.27.7"
+_OPTIONS = {
+    "num_devices": (int, "Plan the best layout of this many devices, not the Trainer's."),
+    "link_gbit": (float, "Link speed of each device, in Gbit/s each way; default 10."),
+    "message_us": (float, "Microseconds per message of any size; default: as measured for gloo."),
+    "memory_gib": (float, "Memory of a device, in GiB, that a layout must fit into."),
+}
+_TRAINS = (
+    "is not a command of gnnpipe, which plans and trains nothing",
+    "Write these lines to a file of your own and run `python FILE {0} --config run.yaml`:\n"
+    "  import lightning_gnnpipe.models\n"
+    "  from lightning.pytorch.cli import LightningCLI\n"
+    "  LightningCLI()",
+)
+_REFUSED = dict.fromkeys(("fit", "validate", "test", "predict"), _TRAINS) | {
+    "check": (
+        "was removed",
+        "Write print(GNNPipeStrategy().plan(module, loader)) in place of trainer.fit(module, "
+        "loader): it prints what would be pipelined, or what is refused.",
+    )
+}
+
+
+class PlanCLI(LightningCLI):
+    """Builds what a config names; takes the options of a plan."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        for name, (kind, text) in _OPTIONS.items():
+            parser.add_argument(f"--{name}", type=kind, default=None, help=text)
+
+
+def plan() -> PipelinePlan:
+    """Return the plan of the config that `sys.argv` names.
+
+    Raises:
+        ConfigError: If there are no data, or the strategy is not `GNNPipeStrategy`.
+        GNNPipeError: As training would.
+    """
+    if not RequirementCache(REQUIREMENT):
+        raise ConfigError(
+            expected=f"the package '{REQUIREMENT}' to be installed",
+            found="no such package",
+            remedy='Run `pip install "lightning-gnnpipe[cli]"`.',
+        )
+    cli = PlanCLI(
+        run=False,
+        save_config_callback=None,
+        trainer_defaults={"strategy": {"class_path": "lightning_gnnpipe.GNNPipeStrategy"}},
+        parser_kwargs={"prog": "gnnpipe plan", "description": __doc__},
+    )
+    strategy, data = cli.trainer.strategy, cli.datamodule
+    if not isinstance(strategy, GNNPipeStrategy):
+        raise ConfigError(
+            expected="'trainer.strategy' to be GNNPipeStrategy",
+            found=type(strategy).__name__,
+            remedy="Leave it out of the config, or set class_path: GNNPipeStrategy.",
+        )
+    if data is None:
+        raise ConfigError(
+            expected="'data' to name a LightningDataModule",
+            found="none",
+            remedy="For a graph or a data set, use FullGraphDataModule.",
+        )
+    asked = {name: cli.config[name] for name in _OPTIONS}
+    asked["link_gbit_per_s"] = asked.pop("link_gbit")
+    if asked["num_devices"] is None:
+        layout = strategy.options.resolve_layout(cli.trainer.world_size)
+        asked |= zip(("num_stages", "num_shards"), layout, strict=True)
+    return strategy.plan(cli.model, data, **asked)
+
+
+def main() -> int:
+    """Run the command of `sys.argv`; return its exit status."""
+    command = "".join(sys.argv[1:2])
+    if command == "--version":
+        sys.stdout.write(f"gnnpipe {lightning_gnnpipe.__version__}\n")
+        return 0
+    if command != "plan":
+        fact, remedy = _REFUSED.get(command, ("is not a command", "Run `gnnpipe plan --help`."))
+        sys.stderr.write(f"gnnpipe: '{command}' {fact}. {remedy.format(command)}\n")
+        return 2
+    del sys.argv[1]
+    sys.path.insert(0, os.getcwd())  # configs name classes in the user's files
+    try:
+        sys.stdout.write(f"{plan()}\n")
+    except (GNNPipeError, MisconfigurationException) as error:
+        sys.stderr.write(f"gnnpipe: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
