@@ -204,9 +204,10 @@ def report(
     stats, num_stages, num_chunks = pipeline.stats, options.stages, options.chunks
     assert stats is not None
     single = baseline or Result(float("nan"), float("nan"))
-    kinds = ("forward", "backward", "output", "tied_grad")
+    kinds = ("forward", "backward", "output", "weight_grad")
     measured_bytes = sum(stats.bytes_by_kind.get(kind, 0) for kind in kinds)
-    is_repeated = "tied_grad" in stats.bytes_by_kind
+    row_bytes = options.hidden * FLOAT_BYTES * (num_stages - 1)
+    is_repeated = stats.bytes_by_kind["forward"] == datamodule.data.num_nodes * row_bytes
     formula_bytes = count_pipeline_bytes(datamodule, options, is_repeated=is_repeated)
     graph_bytes = count_graph_parallel_bytes(datamodule, options)
     bubble_frac = (num_stages - 1) / (num_chunks + num_stages - 1)
@@ -239,16 +240,17 @@ def count_pipeline_bytes(
     """Return what a step sends by formula: of GCNII x and x_0 cross each cut.
 
     Where the stages compute x_0 again (`is_repeated`) x does alone; they sum the gradients of the
-    linear map that makes x_0.
+    linear map that makes x_0. With each gradient of a weight goes a number: whether there is one.
     """
-    num_cuts, num_features = options.stages - 1, datamodule.num_features
-    num_weights = num_features * options.hidden + options.hidden if is_repeated else 0
+    net, num_cuts = build_module(datamodule, options).net, options.stages - 1
+    encoder = net.lin_in.parameters() if is_repeated else ()
     num_tensors = 1 if is_repeated else 2
     return pipeline_bytes(
         num_nodes=datamodule.data.num_nodes,
         row_bytes=[num_tensors * options.hidden * FLOAT_BYTES] * num_cuts,
         output_row_bytes=datamodule.num_classes * FLOAT_BYTES,
-        tied_bytes=num_cuts * num_weights * FLOAT_BYTES,
+        weight_bytes=sum(p.numel() + 1 for p in net.parameters()) * FLOAT_BYTES,
+        tied_bytes=sum(p.numel() + 1 for p in encoder) * FLOAT_BYTES,
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, ChangedGraph, Inputs, classify
-from lightning_gnnpipe.errors import Fallbacks, GNNPipeError, UnsupportedError
+from lightning_gnnpipe.errors import Fallbacks, GNNPipeError
 from lightning_gnnpipe.graph import tensors_in
 from lightning_gnnpipe.stages import Sample, draw_sample, undisturbed
 
@@ -46,9 +46,9 @@ class PipelinedMethods:
         self._is_known, self._num_runs = len(names) == 1, 0
         self._fallbacks = Fallbacks(log, is_quiet=is_quiet)
 
-    def attach(self, run: Run, has_all_weights: Callable[[], bool] = lambda: True) -> None:
+    def attach(self, run: Run) -> None:
         """Replace the methods; `run` gets arguments and the name of the pipelined one."""
-        self._run, self._has_all_weights = run, has_all_weights
+        self._run = run
         for name in self._names:
             vars(self.module)[name] = _Method(self, name)
 
@@ -84,18 +84,6 @@ class PipelinedMethods:
         """Return the module's own method."""
         return MethodType(getattr(type(self.module), name), self.module)
 
-    def check_copy(self) -> None:
-        """Refuse a copy of the module while this rank lacks some of its weights."""
-        if self._has_all_weights():
-            return
-        raise UnsupportedError(
-            expected="a copy of the pipelined module while each rank has all of its weights",
-            found=f"a copy or pickle of a {type(self.module).__name__} while each rank has "
-            "only the weights of its own stage",
-            remedy="Copy it before training begins, in __init__ or in on_fit_start, or use one "
-            "stage. To average weights, use Lightning's WeightAveraging.",
-        )
-
 
 def _with_changes(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return `result` with the caller's own graphs, changed, in place of `ChangedGraph`."""
@@ -120,12 +108,10 @@ class _Method:
         return self._methods.call(self._name, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._methods.check_copy()
         own = self._methods.own(self._name)
         return MethodType(own.__func__, memo.get(id(own.__self__), own.__self__))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        self._methods.check_copy()
         return getattr, (self._methods.module, self._name)  # on loading, the class's own
 
 

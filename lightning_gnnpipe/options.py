@@ -78,7 +78,6 @@ class StrategyOptions:
     self_check: bool = True
     timeout: timedelta = timedelta(minutes=10)
     start_method: StartMethod = "popen"
-    save_distributed_checkpoint: bool = False
 
     def __post_init__(self) -> None:
         self._check_counts()

@@ -29,6 +29,7 @@ from lightning_gnnpipe.trainer._compat import LightningStrategy, PathLike
 from lightning_gnnpipe.trainer.checkpoints import AtomicCheckpointIO, Checkpoints
 from lightning_gnnpipe.trainer.engine_host import EngineHost
 from lightning_gnnpipe.trainer.processes import Processes
+from lightning_gnnpipe.trainer.refuse import check_optimizers, check_scaling
 from lightning_gnnpipe.trainer.replicas import Replicas
 from lightning_gnnpipe.types import (
     Balance,
@@ -93,8 +94,6 @@ class GNNPipeStrategy(LightningStrategy):
             training, forward and backward, and refuse it where they differ.
         timeout: Longest wait for another rank before the run ends.
         start_method: "popen" (runs the script again; forks in notebooks) or "fork".
-        save_distributed_checkpoint: Write a checkpoint as a folder to which each rank writes its
-            own weights, by torch.distributed.checkpoint, instead of one stock file.
         process_group_backend: Backend of torch.distributed. None: the device's default.
         accelerator: This and all that follow are Lightning's; the Trainer's arguments set them.
         parallel_devices: Devices of this machine, one for each of its processes.
@@ -129,7 +128,6 @@ class GNNPipeStrategy(LightningStrategy):
         self_check: bool = True,
         timeout: timedelta = timedelta(minutes=10),
         start_method: StartMethod = "popen",
-        save_distributed_checkpoint: bool = False,
         process_group_backend: str | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -151,9 +149,7 @@ class GNNPipeStrategy(LightningStrategy):
         self._processes = Processes(self, self.options, process_group_backend)
         self._replicas = Replicas(self, self._processes, data_parallel)
         self._host = EngineHost(self, self.options, self._processes, self._replicas)
-        self._checkpoints = Checkpoints(
-            self, self._processes, self._host, is_sharded=save_distributed_checkpoint
-        )
+        self._checkpoints = Checkpoints(self, self._processes, self._host)
 
     def __repr__(self) -> str:  # quoted by the Trainer of pytorch_lightning, which refuses it
         return "<GNNPipeStrategy, for the Trainer of lightning.pytorch, not of pytorch_lightning>"
@@ -208,11 +204,11 @@ class GNNPipeStrategy(LightningStrategy):
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        self._host.attach_optimizers(self.optimizers)
+        check_optimizers(self.optimizers)
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        self._host.attach_precision(self.precision_plugin)
+        check_scaling(self.precision_plugin, self.options.async_halo)
 
     def process_dataloader(self, dataloader: object) -> object:
         return self._replicas.process_dataloader(dataloader)
@@ -231,7 +227,7 @@ class GNNPipeStrategy(LightningStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._processes.signals.requeue()
-        self.engine.abandon()
+        self._host.begin_batch()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._host.training_step(partial(super().training_step, **kwargs), args)
@@ -255,7 +251,7 @@ class GNNPipeStrategy(LightningStrategy):
     # Validation, test, prediction.
 
     def on_validation_start(self) -> None:
-        self._replicas.share_buffers(self.engine)
+        self._replicas.share_buffers()
         self.engine.abandon()
         self.engine.set_step(is_validating=True)
         self._host.take_over()
@@ -302,12 +298,6 @@ class GNNPipeStrategy(LightningStrategy):
         return self._replicas.over(tensor, group, gather)
 
     # Checkpoints.
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self._checkpoints.module_state()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._checkpoints.optimizer_state(optimizer, super().optimizer_state)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Any | None = None

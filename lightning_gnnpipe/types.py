@@ -39,7 +39,6 @@ TrafficKind = Literal[
     "halo_grad",
     "output",
     "input_grad",
-    "tied_grad",
     "weight_grad",
     "data_grad",
     "control",

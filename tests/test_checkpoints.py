@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, stock or sharded; a damaged one ends all ranks with a reason."""
+"""Checkpoints: whole or not there; a damaged one ends all ranks with a reason."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer import call
-from packaging.version import Version
 
 from lightning_gnnpipe.errors import CheckpointError
-from lightning_gnnpipe.saving import sharded, sidecar
-from lightning_gnnpipe.saving.sharded import load_shards, read_sharded
+from lightning_gnnpipe.saving import sidecar
 from lightning_gnnpipe.trainer import checkpoints
 from lightning_gnnpipe.trainer.checkpoints import AtomicCheckpointIO
 from tests.helpers.cases import covering, slow
@@ -201,49 +199,6 @@ def test_a_save_that_is_cut_off_leaves_the_last_one(tmp_path: Path, monkeypatch:
     assert torch.load(path, weights_only=True) == {"n": 1}
 
 
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize(
-    ("first", "second"), [(1, 2), (2, 1), *(slow(*one) for one in ((1, 1), (2, 2), (2, 3), (3, 2)))]
-)
-def test_a_sharded_checkpoint_goes_on_like_a_stock_one(first: int, second: int) -> None:
-    _, stock = fit("stock", num_stages=first)
-    _, sharded = fit("s", num_stages=first, save_distributed_checkpoint=True)
-    assert (sharded / "meta.pt").is_file() and (sharded / "histories" / "stage_0.pt").is_file()
-    found, expected = read_sharded(sharded), torch.load(stock, weights_only=True)
-    for name in ("state_dict", "optimizer_states"):
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0)
-    a, _ = fit("a", num_stages=second, epochs=5, resume=stock)
-    b, _ = fit("b", num_stages=second, epochs=5, resume=sharded)
-    assert torch.equal(a, b)
-
-
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize(
-    ("file", "how"),
-    covering(
-        ["meta.pt", ".metadata", "__0_0.distcp", "histories/stage_0.pt"],
-        ["code", "truncated", "noise"],
-    ),
-)
-def test_a_damaged_sharded_checkpoint_is_refused(file: str, how: str) -> None:
-    _, path = fit("sharded", num_stages=1, save_distributed_checkpoint=True)
-    DAMAGE[how](path / file)
-    with pytest.raises(CheckpointError, match="Expected"):
-        fit("again", num_stages=1, resume=path)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [EXPLODES, Pickled(getattr, (Path, "home")), Pickled(getattr, (torch.Size, "count"))],
-    ids=["calls", "home", "count"],
-)
-def test_metadata_of_shards_runs_no_code(content: Pickled, tmp_path: Path) -> None:
-    """Python 3.11 writes a member of an enum as a call of `getattr`: it is good for that alone."""
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
-    with pytest.raises(CheckpointError, match="no part of a checkpoint's metadata"):
-        load_shards(tmp_path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("num_stages", [1, slow(2)])
 def test_a_run_that_saves_before_its_first_step_keeps_histories(
@@ -257,14 +212,13 @@ def test_a_run_that_saves_before_its_first_step_keeps_histories(
     assert torch.equal(again, whole)
 
 
-@pytest.mark.parametrize("is_sharded", [slow(False), True])
-def test_all_ranks_write_where_the_first_one_says(is_sharded: bool, tmp_path: Path) -> None:
+def test_all_ranks_write_where_the_first_one_says(tmp_path: Path) -> None:
     def save(trainer: L.Trainer, _: Any) -> None:
         if trainer.current_epoch == 1:
             trainer.save_checkpoint(tmp_path / f"of_{trainer.global_rank}" / "one.ckpt")
 
     saves = LambdaCallback(on_train_epoch_end=save)
-    fit("a", saves, save_distributed_checkpoint=is_sharded)
+    fit("a", saves)
     assert not (tmp_path / "of_1").exists()
     assert kinds_after(tmp_path / "of_0" / "one.ckpt", epochs=3) == [False]
 
@@ -282,18 +236,6 @@ def test_a_run_saved_when_over_goes_on_exactly(
     assert state["run"]["num_training_passes"] == 3 and state["histories"] is None
     assert kinds_after(path, epochs=5) == [True, False]
     assert "has no histories of this input" in caplog.text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_stages", [1, slow(2)])
-def test_p6_a_sharded_run_on_shards_goes_on(num_stages: int) -> None:
-    options: dict[str, Any] = {"num_stages": num_stages, "num_shards": 2}
-    options["save_distributed_checkpoint"] = True
-    whole, _ = fit("a", epochs=5, **options)
-    _, path = fit("b", **options)
-    again, _ = fit("c", epochs=5, resume=path, **options)
-    assert torch.equal(again, whole)
-    assert kinds_after(path) == [False]
 
 
 def test_histories_that_one_rank_does_not_see_are_not_taken(
@@ -391,17 +333,6 @@ def test_a_checkpoint_written_in_the_background_goes_on() -> None:
     assert torch.equal(again, whole)
 
 
-def test_a_sharded_checkpoint_takes_the_place_of_a_link(tmp_path: Path) -> None:
-    first, path = tmp_path / "first.ckpt", tmp_path / "last.ckpt"
-    first.mkdir()
-    path.symlink_to(first)
-    sharded.part_of(path).mkdir()
-    (sharded.part_of(path) / "new").touch()
-    sharded.finish(path, {})
-    assert (path / "new").exists() and not path.is_symlink() and first.is_dir()
-    assert not sharded.part_of(path).is_symlink()
-
-
 class Fails(L.Callback):
     """Does what Lightning does where a rank fails by itself, as under popen."""
 
@@ -412,17 +343,14 @@ class Fails(L.Callback):
             raise error
 
 
-@pytest.mark.parametrize("last", [True, "link"])
-def test_a_rank_that_fails_alone_keeps_the_last_checkpoint(last: Any, tmp_path: Path) -> None:
-    saver = ModelCheckpoint(
-        tmp_path / "c", filename="{epoch}", every_n_epochs=2, save_last=last, save_on_exception=True
-    )
-    callbacks = Fails(), OnExceptionCheckpoint(tmp_path), saver
+def test_a_rank_that_fails_alone_saves_all_weights(tmp_path: Path) -> None:
+    """And no histories, so that the first step after it is exact."""
     with pytest.raises(Exception, match="the user's mistake"):
-        fit("a", *callbacks, epochs=5, timeout=timedelta(seconds=20))
-    # Before Lightning 2.6 the last one is saved in each epoch, unless it is a link.
-    epoch = 2 if last is True and Version(L.__version__) < Version("2.6") else 1
-    assert torch.load(tmp_path / "c" / "last.ckpt", weights_only=True)["epoch"] == epoch
+        fit("a", Fails(), OnExceptionCheckpoint(tmp_path), epochs=5, timeout=timedelta(seconds=20))
+    path = tmp_path / "on_exception.ckpt"
+    saved = torch.load(path, weights_only=True)
+    assert saved["epoch"] == 3 and all(one.numel() for one in saved["state_dict"].values())
+    assert kinds_after(path, epochs=5) == [True, False]
 
 
 @pytest.mark.parametrize("weights_only", [None, True])

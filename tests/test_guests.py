@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.engine import PipelineEngine
 from tests.helpers.cases import slow
 from tests.helpers.realistic import Realistic
@@ -201,13 +200,6 @@ def test_the_last_pass_over_averages_reads_no_stale_row(monkeypatch: pytest.Monk
     assert exact == [False] * 4 + [True]
 
 
-def test_averages_in_a_sharded_checkpoint_are_refused() -> None:
-    strategy = GNNPipeStrategy(start_method="fork", save_distributed_checkpoint=True)
-    trainer = make_trainer(2, 1, AVERAGES["ema"](), strategy=strategy)
-    with pytest.raises(Exception, match=r"one set of weights.*got EMAWeight"):
-        trainer.fit(seeded(), datamodule=datamodule())
-
-
 def test_the_module_may_be_the_pipelined_one(tmp_path: Path) -> None:
     class Whole(L.LightningModule):
         def __init__(self) -> None:
@@ -262,26 +254,3 @@ def test_p6_a_resumed_run_knows_what_was_unfrozen(tmp_path: Path) -> None:
         ckpt_path = tmp_path / "half" / "last.ckpt"
         fit(tmp_path / str(num_stages), num_stages, module, Unfreezing(), ckpt_path=ckpt_path)
     assert_same(*resumed)
-
-
-class GivenBack(L.Callback):
-    """Looks at two callbacks before and after the run, in the process that runs it."""
-
-    def __init__(self, ema: L.Callback, unfreezing: L.Callback) -> None:
-        self.ema, self.unfreezing = ema, unfreezing
-
-    def are_changed(self) -> tuple[bool, bool]:
-        average = vars(self.ema._average_model.module)
-        return "finetune_function" in vars(self.unfreezing), "state_dict" in average
-
-    def on_fit_start(self, *_: Any) -> None:
-        assert self.are_changed() == (True, True)
-
-    def on_fit_end(self, *_: Any) -> None:
-        assert self.are_changed() == (False, False)
-
-
-def test_callbacks_are_given_back() -> None:
-    callbacks = AVERAGES["ema"](), Unfreezing()
-    trainer = make_trainer(2, 1, *callbacks, GivenBack(*callbacks))
-    trainer.fit(Frozen(), datamodule=datamodule())

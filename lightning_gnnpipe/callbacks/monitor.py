@@ -73,8 +73,8 @@ class PipelineMonitor(PipeCallback):
     - `pipe/wait_s/stage_<s>`: seconds of the two phases in which stage s did not compute: it
       waited, sent, or was done. Their mean over the length of the phases is the bubble share.
     - `pipe/bytes/<kind>`: payload bytes that all ranks received: `forward` and `backward` between
-      stages, `halo` and `halo_grad` between shards, `output`, `input_grad`, `tied_grad`,
-      `weight_grad` (over shards), `data_grad` (over replicas), and `control`, which is no payload
+      stages, `halo` and `halo_grad` between shards, `output`, `input_grad`,
+      `weight_grad` (of weights), `data_grad` (over replicas), and `control`, which is no payload
       of the step.
     - `pipe/peak_memory_mib/stage_<s>`: peak memory so far: allocated by torch on a GPU, else
       resident memory of the process, with Python and the data set.

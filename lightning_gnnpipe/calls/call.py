@@ -154,7 +154,6 @@ class Call:
         matrices: Names of sparse matrices, by the leaf with one row per row of the matrix.
         held: Tensors of the module that are leaves behind the arguments; see `with_held`.
         weights: Names of the parameters among them, by the number of the leaf.
-        tables: Serves the rows of those parameters that are divided over shards.
     """
 
     leaves: tuple[Tensor, ...]
@@ -170,7 +169,6 @@ class Call:
     matrices: Mapping[int, str] = field(default_factory=dict)
     held: tuple[Held, ...] = ()
     weights: Mapping[int, str] = field(default_factory=dict)
-    tables: Any = None
 
     @property
     def batch_vector(self) -> Tensor | None:
@@ -220,13 +218,6 @@ class Call:
             held=(*self.held, *items),
             weights={o.template.index: o.weight for o in (*self.held, *items) if o.weight},
         )
-
-    def with_weights(self, module: nn.Module) -> Call:
-        """Return the call with the parameters of `module` as they are now among the leaves."""
-        now = {slot: module.get_parameter(name) for slot, name in self.weights.items()}
-        leaves = tuple(now.get(slot, leaf) for slot, leaf in enumerate(self.leaves))
-        held = [replace(o, value=now[o.template.index]) if o.weight else o for o in self.held]
-        return replace(self, leaves=leaves, held=tuple(held))
 
 
 def last_name(name: str) -> str:

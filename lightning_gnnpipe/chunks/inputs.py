@@ -31,7 +31,7 @@ class PassInputs(ABC):
             if isinstance(part, Tensor) and part.grad is not None:
                 slot = _slot(name)
                 if slot not in self._grads:
-                    self._grads[slot] = self._zeros(slot)
+                    self._grads[slot] = torch.zeros_like(self._leaf(slot))
                 self._add(self._grads[slot], slot, chunk, part.grad)
 
     def take_grad(self, slot: int) -> Tensor:
@@ -45,7 +45,7 @@ class PassInputs(ABC):
         return {} if self._call is None else self._call.weights
 
     def weight_grads(self) -> dict[str, Tensor]:
-        """Return gradients of leaf parameters; for tables divided over shards, of own rows."""
+        """Return gradients of leaf parameters."""
         return {n: self._grads[slot] for slot, n in self.weights.items() if slot in self._grads}
 
     def release(self) -> None:
@@ -80,10 +80,6 @@ class PassInputs(ABC):
     @abstractmethod
     def whole_edge_leaf(self, name: str, *, edge_set: int | None, reverse: bool) -> Tensor | None:
         """Return an edge-level leaf of the whole graph; see `passing.EdgeLeaves`."""
-
-    def _zeros(self, slot: int) -> Tensor:
-        """Return zeros for the gradient of a leaf."""
-        return torch.zeros_like(self._leaf(slot))
 
     @abstractmethod
     def _order(self, kind: Kind, number: int) -> Tensor:
@@ -166,21 +162,8 @@ class PlannedInputs(PassInputs):
         pieces = edges.chunks[index * shard.num_chunks : (index + 1) * shard.num_chunks]
         return edges.edge_perm[pieces[0].edge_start : pieces[-1].edge_end]
 
-    def _is_divided(self, slot: int) -> bool:
-        """Whether a leaf is a table that is divided over shards."""
-        tables = None if self._call is None else self._call.tables
-        return tables is not None and self.weights.get(slot) in tables
-
-    def _zeros(self, slot: int) -> Tensor:
-        leaf = self._leaf(slot)
-        if not self._is_divided(slot):
-            return torch.zeros_like(leaf)
-        return leaf.new_zeros((self._plan.whole.chunks[0].num_nodes, *leaf.shape[1:]))
-
     def _add(self, total: Tensor, slot: int, chunk: Chunk, grad: Tensor) -> None:
-        if self._is_divided(slot):
-            total[chunk.start : chunk.end] += grad
-        elif self._kinds[slot] is Kind.WHOLE:
+        if self._kinds[slot] is Kind.WHOLE:
             total += grad
         else:
             total[self._places(chunk, self._kinds[slot], self._sets[slot])] += grad
@@ -192,9 +175,6 @@ class PlannedInputs(PassInputs):
             return self._with_edges(chunk, number).edge_index
         if kind is Kind.WHOLE:
             part = leaf.detach()
-        elif self._is_divided(slot):
-            assert self._call is not None
-            part = self._call.tables.rows(self.weights[slot], slice(chunk.start, chunk.end))
         elif slot in self.weights:  # new rows in each step
             part = leaf.detach()[self._places(chunk, kind, number)]
         else:

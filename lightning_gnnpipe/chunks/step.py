@@ -13,7 +13,7 @@ the chunks on both sides, so they cannot deadlock; no message of one phase is le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,12 +79,10 @@ class Step:
         spec.transport.flush()
         return self._collect(outputs)
 
-    def backward(self, output_grads: Sequence[Tensor], on_last: Callable[[], None]) -> None:
-        """Run backward from `output_grads` (user's order); call `on_last` before the last chunk."""
+    def backward(self, output_grads: Sequence[Tensor]) -> None:
+        """Run backward from `output_grads` (user's order)."""
         spec, order = self.spec, self.spec.order[::-1]
         for chunk, received in self._receive("backward", order):
-            if chunk.index == order[-1]:
-                on_last()
             with self.recorder.record("backward", chunk.index):
                 if self._mesh.is_last:
                     pairs = zip(output_grads, spec.outputs, strict=True)

@@ -15,4 +15,4 @@ from lightning_gnnpipe.comm.groups import (
     choose_wire,
     end_groups_at_exit,
 )
-from lightning_gnnpipe.comm.transport import Label, Transport, sum_along_pipe
+from lightning_gnnpipe.comm.transport import Label, Transport

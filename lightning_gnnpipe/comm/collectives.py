@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -45,14 +45,10 @@ class Meter(Counter[str]):
 
 
 class Collectives:
-    """Collective calls over `members`. With one rank, nothing is sent.
-
-    `answers`: handlers of requests in a meeting, by text. A handler gets the texts of all ranks.
-    """
+    """Collective calls over `members`. With one rank, nothing is sent."""
 
     def __init__(self, world: World, meter: Meter, members: Members, watch: Watch) -> None:
         self.world, self.meter, self.members, self.watch = world, meter, members, watch
-        self.answers: dict[str, Callable[[Sequence[str]], None]] = {}
 
     @property
     def has_others(self) -> bool:
@@ -69,6 +65,19 @@ class Collectives:
         if self.world.rank != source:
             self.meter[kind] += tensor.nbytes
 
+    def broadcast_all(self, tensors: Iterable[Tensor], source: int) -> None:
+        """Overwrite `tensors` with those of rank `source`, in one message for each dtype."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for one in tensors if self.has_others else ():
+            by_dtype.setdefault(one.dtype, []).append(one)
+        for several in by_dtype.values():
+            flat = torch.cat([one.detach().flatten().to(self.world.device) for one in several])
+            self.broadcast(flat, source, "control")
+            parts = torch.split(flat, [one.numel() for one in several])
+            for one, part in zip(several, parts, strict=True):
+                if self.world.rank != source:  # autograd may have saved those of the source
+                    one.detach().copy_(part.view_as(one))
+
     def all_reduce(self, tensor: Tensor, kind: TrafficKind) -> None:
         """Sum `tensor` over the ranks, in place."""
         if not self.has_others:
@@ -84,18 +93,8 @@ class Collectives:
 
         `what` follows "wants to": ASCII, cut to 64 characters. `numbers`: up to 8, of 64 bits.
         """
-        texts, ranks = self.gather(what, numbers)
-        while asked := self.answers.keys() & set(texts):
-            self.answers[asked.pop()](texts)
-            texts, ranks = self.gather(what, numbers)
-        if len(set(texts)) > 1:
-            raise _differ(texts, self.members.ranks)
-        return ranks
-
-    def gather(self, what: str, numbers: Sequence[int] = ()) -> tuple[list[str], list[list[int]]]:
-        """Return `what` and the numbers of each rank, without comparing them; see `meet`."""
         if not self.has_others:
-            return [what], [list(numbers)]
+            return [list(numbers)]
         assert len(numbers) <= _NUM_NUMBERS
         text = struct.unpack("<8q", struct.pack(_TEXT, what.encode()))
         padding = [0] * (_NUM_NUMBERS - len(numbers))
@@ -109,7 +108,9 @@ class Collectives:
         texts = [
             struct.pack("<8q", *one[:8]).rstrip(b"\0").decode(errors="replace") for one in ranks
         ]
-        return texts, [one[8 : 8 + len(numbers)] for one in ranks]
+        if len(set(texts)) > 1:
+            raise _differ(texts, self.members.ranks)
+        return [one[8 : 8 + len(numbers)] for one in ranks]
 
     def broadcast_object(self, value: T, source: int | None = None) -> T:
         """Return the picklable `value` of rank `source`, by default the first rank."""

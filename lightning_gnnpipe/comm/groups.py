@@ -82,6 +82,7 @@ class Mesh:
 
     Attributes:
         shards: The ranks of this stage of this replica.
+        pipe: The ranks of this shard of this replica.
         own_replica: The ranks of this replica.
         replicas: The ranks of this stage and shard in all replicas.
         asked: As `replicas`, in a separate process group for calls that user code requests.
@@ -92,6 +93,7 @@ class Mesh:
     num_shards: int = 1
     num_replicas: int = 1
     shards: Members = Members(())
+    pipe: Members = Members(())
     own_replica: Members = Members(())
     replicas: Members = Members(())
     everyone: Members = Members(())
@@ -137,10 +139,13 @@ def make_mesh(world: World, num_stages: int, num_shards: int) -> Mesh:
     ranks = torch.arange(world.size).view(world.num_replicas, num_stages, num_shards)
     everyone = _own(world, [list(range(world.size))])
     replicas = ranks.flatten(1).t().tolist()
+    own_replica = _own(world, ranks.flatten(1).tolist(), everyone)
+    pipes = ranks.transpose(1, 2).flatten(0, 1).tolist()
     return replace(
         Mesh(world.rank, num_stages, num_shards, world.num_replicas),
         shards=_own(world, ranks.flatten(0, 1).tolist(), everyone),
-        own_replica=_own(world, ranks.flatten(1).tolist(), everyone),
+        pipe=own_replica if num_shards == 1 else _own(world, pipes, everyone),
+        own_replica=own_replica,
         replicas=_own(world, replicas, everyone),
         everyone=everyone,
         asked=_own(world, replicas),

@@ -7,16 +7,15 @@ for at the end of a phase; their tensors stay alive until then.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_gnnpipe.codecs import Codec, Parcel
-from lightning_gnnpipe.comm.collectives import Collectives, Meter, bring
+from lightning_gnnpipe.comm.collectives import Collectives, Meter
 from lightning_gnnpipe.comm.groups import Members, World, make_mesh
 from lightning_gnnpipe.comm.watch import Watch
 from lightning_gnnpipe.types import TrafficKind
@@ -42,6 +41,7 @@ class Transport(Collectives):
     Attributes:
         everyone: Collectives over all ranks of all replicas.
         replicas: Collectives over the ranks of this stage and shard, one of each replica.
+        pipe: Collectives over the stages of this shard and replica.
         asked: As `replicas`, in a separate process group for calls that user code requests.
         waited_s: Seconds that this rank has waited for other shards of its stage.
     """
@@ -55,6 +55,7 @@ class Transport(Collectives):
         self.replicas = Collectives(world, meter, self.mesh.replicas, self.watch)
         self.asked = Collectives(world, meter, self.mesh.asked, self.watch)
         self._shards = Collectives(world, meter, self.mesh.shards, self.watch)
+        self.pipe = Collectives(world, meter, self.mesh.pipe, self.watch)
         self.waited_s = 0.0
         self._sends: list[tuple[Any, Tensor]] = []
         self._receives: dict[Label, tuple[list[Any], list[Parcel]]] = {}
@@ -116,48 +117,6 @@ class Transport(Collectives):
         with self.waiting():
             self._shards.all_reduce(tensor, kind)
 
-    def start_sum(
-        self, tensor: Tensor, kind: TrafficKind, over: Members, *, num_flags: int = 0
-    ) -> Callable[[], None]:
-        """Start to sum `tensor` over the ranks, in place; return the function that waits for it.
-
-        The last `num_flags` elements count as control.
-        """
-        assert len(over.ranks) > 1
-        payload = self._on_wire(tensor)
-        with self.explained(f"sum {kind} data over ranks"):
-            work = dist.all_reduce(payload, group=over.group, async_op=True)
-        flag_bytes = num_flags * tensor.element_size()
-        self._count_sum(tensor.nbytes - flag_bytes, kind, over.group)
-        self._count_sum(flag_bytes, "control", over.group)
-
-        def wait() -> None:
-            with self.explained(f"sum {kind} data over ranks"):
-                work.wait(self.world.timeout)
-            bring(payload, tensor)
-
-        return wait
-
-    def share_tensors(
-        self,
-        owners: Mapping[str, int],
-        local: Mapping[str, Tensor],
-        shapes: Mapping[str, tuple[torch.Size, torch.dtype]],
-    ) -> dict[str, Tensor]:
-        """Broadcast each tensor of `owners` (name to rank, same order everywhere); return all."""
-        if owners:
-            self.meet("gather the weights of all stages")
-        shared = {}
-        for name, owner in owners.items():
-            if owner == self.world.rank:
-                tensor = local[name].detach().to(self.world.device).contiguous()
-            else:
-                shape, dtype = shapes[name]
-                tensor = torch.empty(shape, dtype=dtype, device=self.world.device)
-            self.broadcast(tensor, owner, "control")
-            shared[name] = tensor
-        return shared
-
     def exchange(
         self,
         kind: TrafficKind,
@@ -215,49 +174,3 @@ class Transport(Collectives):
             yield
         finally:
             self.waited_s += time.perf_counter() - start
-
-
-def sum_along_pipe(
-    transport: Transport,
-    own: Tensor,
-    stages: Sequence[int],
-    kind: TrafficKind,
-    number: int,
-    *,
-    num_flags: int = 0,
-    over_replicas: bool = False,
-) -> Tensor:
-    """Return the sum of `own`, `[num_elements]`, over `stages` (ascending) and their shards.
-
-        stage 0  <--  own + later  --  stage 2  <--  own + later  --  stage 3     summed on the way
-                 -------- total ------------->   -------- total ----------->      and sent back
-
-    The first stage adds shards and replicas. The total is one tensor, so all ranks get the same
-    bits. The ranks must make the same calls in the same order, with no other message in flight
-    between them. The last `num_flags` elements count as control.
-    """
-    mesh, label, flag_bytes = transport.mesh, Label(kind, number), num_flags * own.element_size()
-    place = stages.index(mesh.stage)
-    later = None if place + 1 == len(stages) else mesh.rank_of(stages[place + 1])
-
-    def receive(source: int) -> Tensor:
-        transport.post_receive(source, label, [torch.empty_like(own)])
-        [received] = transport.wait_receive(label)
-        transport.meter[kind] -= flag_bytes
-        transport.meter["control"] += flag_bytes
-        return received
-
-    total = own if later is None else own + receive(later)
-    if place > 0:
-        earlier = mesh.rank_of(stages[place - 1])
-        transport.send(earlier, label, [total])
-        total = receive(earlier)
-    else:
-        if mesh.num_shards > 1:
-            transport.start_sum(total, kind, mesh.shards, num_flags=num_flags)()
-        if over_replicas:
-            transport.start_sum(total, "data_grad", mesh.replicas, num_flags=num_flags)()
-    if later is not None:
-        transport.send(later, label, [total])
-    transport.flush()
-    return total

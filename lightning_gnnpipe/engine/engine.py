@@ -41,7 +41,7 @@ from lightning_gnnpipe.steps import (
     graph_of_node,
     num_nodes,
 )
-from lightning_gnnpipe.steps.gradient_sums import average_replicated, without_gradients
+from lightning_gnnpipe.steps.gradient_sums import share_gradients, without_gradients
 from lightning_gnnpipe.steps.step_context import Agreed, StepContext, agree, batch_number
 from lightning_gnnpipe.steps.training import PassState, join
 
@@ -68,7 +68,6 @@ class PipelineEngine:
         self.step = StepContext()
         self._loss = 0.0  # of the last training step
         self.signals = SignalBits()
-        self.model.reads.is_uneven = lambda: self.step.is_uneven
         self._seeds = PassSeeds(options.seed, transport, module)
         self._passes = GraphPasses(
             self.model, self.graphs, transport, options, controls, self._seeds
@@ -95,7 +94,7 @@ class PipelineEngine:
 
     def attach(self) -> None:
         """Put the pipeline behind the module's methods."""
-        self.methods.attach(self.forward, lambda: self.model.has_all_weights)
+        self.methods.attach(self.forward)
         self._unguard = guard_losses(self.model.intercepted.convs)
 
     def detach(self) -> None:
@@ -106,10 +105,6 @@ class PipelineEngine:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward"
     ) -> Any:
         """Run the module on a batch; collective, with the same output on every rank."""
-        with self.model.reads.inside():
-            return self._forward(args, kwargs, method)
-
-    def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str) -> Any:
         is_training = self._is_training()
         self._checks.hooks()
         module, batch, known = self.model.module, self.step.batch, self.model.matrices
@@ -133,12 +128,12 @@ class PipelineEngine:
             number = key.graph
         agreed = agree(
             self.transport,
-            self.model.reads,
             self.signals,
             self._batch_number,
             self._loss,
             number,
             is_training=is_training,
+            is_uneven=self.step.is_uneven,
             is_lost=self._is_lost,
             input_number=0 if key is None else key.number,
             num_bytes=self.graphs.num_bytes,
@@ -153,6 +148,7 @@ class PipelineEngine:
             if is_training:
                 return self._train_on_graphs(call, inputs)
             mode, outputs = self.batches.run_exact(call, inputs)
+            self.model.share_statistics(replaced=False)
             return mode.layers.rebuild_output(outputs)
         try:
             if not is_training:
@@ -175,11 +171,10 @@ class PipelineEngine:
         """Forget a training pass whose backward failed or never ran."""
         self._state.abandon()
 
-    def average(self, root: nn.Module) -> None:
-        """Average gradients of `root`'s weights outside of stages over replicas; collective."""
-        if self.transport.world.num_replicas > 1 and not self.model.is_accumulating:
-            of_stages = set[int]().union(*self.model.tensor_ids())
-            average_replicated(self.transport, self.model.module, of_stages, root)
+    def share_gradients(self, root: nn.Module) -> None:
+        """Give all ranks equal gradients of all weights of `root`; collective."""
+        if self.transport.world.is_distributed and not self.model.is_accumulating:
+            share_gradients(self.transport, root, self.model.of_stages_only(root))
             self.last_step.recount()
 
     @property
@@ -241,7 +236,6 @@ class PipelineEngine:
         mode = self._passes.mode(call, inputs, key.graph)
         key = key.reading(mode.layers.read_leaves(), mode.options, agreed.input)
         own = self.graphs.for_training(key, inputs, agreed.num_bytes)
-        call = self.model.place_tables(call, inputs, mode, own.graph.plan, trains=True)
         self._checks.chunks(own.graph)
         needs_no_history = self._passes.needs_no_history(own.graph)
         if not needs_no_history and (is_resumed or known.saved):
@@ -289,6 +283,7 @@ class PipelineEngine:
         """Run the forward phase; autograd runs the backward phase at the outputs."""
         number, is_first = self.num_training_passes, self._state.num_awaiting == 0
         outputs = running.forward(self.controls, number, is_first=is_first)
+        self.model.share_statistics(replaced=False)
         self._state.end_forward(number, outputs)
         self.num_training_passes += 1
         self._has_record = self._has_record and not is_first
@@ -304,11 +299,10 @@ class PipelineEngine:
                 for (like, shape), grad in zip(zeros, found, strict=True)
             ]
             self._state.begin_backward(number, grads)
-            with self.model.reads.inside():
-                with without_gradients(self.model.module, absent):
-                    leaf_grads = running.backward(grads, slots)
-                is_scaled = self.step.loss_scale != 1  # loss scaling: overflows are normal
-                self._state.end_backward([] if is_scaled else running.gradients())
+            with without_gradients(self.model.module, absent):
+                leaf_grads = running.backward(grads, slots)
+            is_scaled = self.step.loss_scale != 1  # loss scaling: overflows are normal
+            self._state.end_backward([] if is_scaled else running.gradients())
             record, earlier = running.record(), self.last_step.record
             if self._has_record and earlier is not None:
                 record = record.after(earlier)
@@ -332,13 +326,13 @@ class PipelineEngine:
             self._state.begin()
         # A training pass that awaits its backward still needs its own inputs.
         planned = PlannedInputs(graph.plan) if self._state.num_awaiting else graph.inputs
-        call = self.model.place_tables(call, inputs, mode, graph.plan, trains=False)
         planned.load(call, inputs, key.leaves)
         context = own.writing if renews and own is not None else graph.reading
         replaces = self.step.is_validating and bool(self.statistics.stale) and own is not None
         replaced = self.statistics.replaced(graph, mode.layers) if replaces else nullcontext()
         with self.transport.meter.paused(), replaced:
             outputs = self._passes.run_exact(mode, graph, context, planned)
+        self.model.share_statistics(replaced=replaces)
         planned.release()
         if renews and own is not None:
             own.renew()

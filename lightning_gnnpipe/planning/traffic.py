@@ -6,17 +6,22 @@ from collections.abc import Sequence
 
 
 def pipeline_bytes(
-    *, num_nodes: int, row_bytes: Sequence[int], output_row_bytes: int, tied_bytes: int = 0
+    *,
+    num_nodes: int,
+    row_bytes: Sequence[int],
+    output_row_bytes: int,
+    weight_bytes: int,
+    tied_bytes: int = 0,
 ) -> int:
-    """Return the bytes of a pipelined step: `2 N sum(row_bytes) + (S - 1) N output_row_bytes`.
+    """Return the bytes of a step: `2 N sum(row_bytes) + (S - 1) (N output_row_bytes + |W|)`.
 
     Each row crosses each cut, its gradient returns, and the last stage sends the outputs to all
-    other stages. `row_bytes`: for each of the S - 1 cuts, bytes of one node's rows. `tied_bytes`:
-    bytes of weights shared by several stages, once for each stage but the first; adds
-    `2 tied_bytes`, since their gradients are summed from stage to stage and sent back.
+    other stages, as each stage does with the gradients of its weights. `row_bytes`: for each of the
+    S - 1 cuts, bytes of one node's rows. `weight_bytes`: bytes of all weights of stages.
+    `tied_bytes`: of those in several stages, whose gradients are summed, which sends twice as much.
     """
-    outputs = len(row_bytes) * num_nodes * output_row_bytes
-    return 2 * (num_nodes * sum(row_bytes) + tied_bytes) + outputs
+    to_all = num_nodes * output_row_bytes + weight_bytes + tied_bytes
+    return 2 * num_nodes * sum(row_bytes) + len(row_bytes) * to_all
 
 
 def graph_parallel_bytes(

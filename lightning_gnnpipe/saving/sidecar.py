@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_gnnpipe.errors import CheckpointError
 
@@ -127,6 +126,6 @@ def reading(*, expected: str, remedy: str) -> Iterator[None]:
     """Raise a `CheckpointError` for any error: torch does not say what damaged files raise."""
     try:
         yield
-    except (Exception, CheckpointException) as error:
+    except Exception as error:
         found = f"{type(error).__name__}: {error}"
         raise CheckpointError(expected=expected, found=found, remedy=remedy) from error

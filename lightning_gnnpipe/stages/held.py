@@ -33,8 +33,6 @@ from lightning_gnnpipe.stages.values import Sample, learn_facts, undisturbed
 
 _MOST = 32  # calls to remember
 
-ShapeOf = Callable[[str, Tensor], tuple[torch.Size, torch.dtype]]
-
 
 @dataclass(frozen=True, slots=True)
 class _Found:
@@ -48,18 +46,16 @@ class _Found:
 class HeldTensors:
     """Adds the tensors that `module` holds to each call; a new call is traced once to find them.
 
-    `trial` raises an error if a call cannot run in chunks. `shape_of` returns the full shape of a
-    parameter whose rows are on another rank.
+    `trial` raises an error if a call cannot run in chunks.
     """
 
     def __init__(
         self,
         module: nn.Module,
         trial: Callable[[Call], object],
-        shape_of: ShapeOf,
         matrices: Matrices,
     ) -> None:
-        self._module, self._try, self._shape_of = module, trial, shape_of
+        self._module, self._try = module, trial
         self._matrices = matrices
         # What is found holds while the reads have these values.
         self._known: dict[Hashable, tuple[Reads, tuple[Hashable, ...], _Found]] = {}
@@ -73,10 +69,7 @@ class HeldTensors:
         return self._with(call, known[2])
 
     def find(self, call: Call) -> Call:
-        """Find what a new call reads, in both modes; return the call with it as leaves.
-
-        All parameters must be on this rank.
-        """
+        """Find what a new call reads, in both modes; return the call with it as leaves."""
         is_training, met, modes = self._module.training, Met(), {}
         for mode in (is_training, not is_training):
             with switched(self._module, mode):
@@ -126,15 +119,8 @@ class HeldTensors:
         return call.with_held(found.results.of(call), call.num_nodes, self._matrices)
 
     def _present(self, held: Held) -> Any:
-        """Return the present value; of a parameter on another rank an empty tensor of its shape."""
-        if held.weight is None:
-            return held.value
-        parameter = self._module.get_parameter(held.weight)
-        shape, dtype = self._shape_of(held.weight, parameter)
-        if parameter.shape == shape:
-            return parameter
-        like = torch.empty((1,) * len(shape), dtype=dtype, device=parameter.device)
-        return like.expand(shape).requires_grad_(parameter.requires_grad)
+        """Return the present value."""
+        return held.value if held.weight is None else self._module.get_parameter(held.weight)
 
     def _trace(self, call: Call) -> tuple[fx.Graph, Reads, Met]:
         module = self._module

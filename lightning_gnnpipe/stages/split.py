@@ -141,12 +141,6 @@ def find_users(stages: Iterable[Stage], module: nn.Module) -> dict[str, set[int]
     return users
 
 
-def names_read_whole(layers: Layers, module: nn.Module) -> set[str]:
-    """Return the first names of parameters that are read otherwise than by the rows of a chunk."""
-    read = _names_used(layers.segments, module, first_names(module), {})
-    return {*read, *names_of_head(layers, module)}
-
-
 def names_of_head(layers: Layers, module: nn.Module) -> set[str]:
     """Return the first names of the parameters and buffers that the head uses."""
     head = [layers.head] if layers.head else []
@@ -186,27 +180,6 @@ def first_names(module: nn.Module) -> dict[str, str]:
     tensors = (module.named_parameters, module.named_buffers)
     named = (pair for one in tensors for pair in one(remove_duplicate=False))
     return {name: first_name.setdefault(id(tensor), name) for name, tensor in named}
-
-
-def choose_held(
-    layers: Layers,
-    counts: Sequence[int],
-    repeated: Collection[str],
-    module: nn.Module,
-    users: Mapping[str, set[int]],
-) -> list[str]:
-    """Return the values of `repeated` whose weights are on all stages that recompute them.
-
-    `users`: stages that hold each tensor. A weight can be sent later, its optimizer state cannot.
-    """
-    plain = find_users(split_layers(layers, counts), module)
-    held = {one: users.get(one, set()) | plain.get(one, set()) for one in {*users, *plain}}
-
-    def is_held(name: str) -> bool:
-        wanted = find_users(split_layers(layers, counts, [name]), module)
-        return all(stages <= held.get(weight, set()) for weight, stages in wanted.items())
-
-    return [name for name in repeated if is_held(name)]
 
 
 def find_reached(layers: Layers, module: nn.Module, outputs: Collection[str]) -> set[str]:

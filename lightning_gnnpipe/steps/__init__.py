@@ -11,4 +11,3 @@ from lightning_gnnpipe.steps.step_context import (
     num_nodes,
 )
 from lightning_gnnpipe.steps.training import TrainingPass
-from lightning_gnnpipe.steps.weights import StageWeights

@@ -1,24 +1,23 @@
 """The user's module as a pipeline: traced once per mode, cut into layers, assigned to stages.
 
-Until the first call, which shows the arguments, every rank holds all parameters, as one device.
+Every rank holds all parameters and buffers, as under DDP, and computes the layers of its stage.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_gnnpipe.calls import Call, Inputs, classify
 from lightning_gnnpipe.chunks import StepCosts
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
-from lightning_gnnpipe.graph import ChunkPlan, text_fingerprint
-from lightning_gnnpipe.layers import find_layers, without_memory
+from lightning_gnnpipe.graph import text_fingerprint
+from lightning_gnnpipe.layers import find_layers, tracks_statistics, without_memory
 from lightning_gnnpipe.methods import own_methods, raising_own_errors
 from lightning_gnnpipe.passing import Matrices
 from lightning_gnnpipe.stages import (
@@ -28,22 +27,17 @@ from lightning_gnnpipe.stages import (
     Stage,
     check_counts,
     check_num_stages,
-    choose_held,
     choose_repeated,
     cut_module,
     find_users,
     names_of_head,
-    names_read_whole,
     solve_balance,
     split_layers,
     switched,
 )
 from lightning_gnnpipe.steps.gradient_sums import GradientSums
-from lightning_gnnpipe.steps.modes import Key, Mode, check_norms, reads_key, trace_key
+from lightning_gnnpipe.steps.modes import Key, Mode, check_leaves, check_norms, reads_key, trace_key
 from lightning_gnnpipe.steps.partitioner import EngineOptions, Measure
-from lightning_gnnpipe.steps.tables import Tables
-from lightning_gnnpipe.steps.weight_reads import WeightReads
-from lightning_gnnpipe.steps.weights import StageWeights, check_leaves, check_same, check_shared
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +50,7 @@ OnSplit = Callable[[Sequence[Stage], dict[str, set[int]], list[float]], None]
 class PipelinedModel:
     """The user's module, cut into stages.
 
-    `check` refuses a new trace, while all parameters are here, if chunks change the results.
+    `check` refuses a new trace if chunks change the results.
     `is_cut` returns whether training may cut a graph into chunks or shards.
     """
 
@@ -79,12 +73,8 @@ class PipelinedModel:
         self.preferred: tuple[int, ...] = ()  # layers per stage, if they fit, not measured ones
         self._users: dict[str, set[int]] = {}
         self._of_head: set[str] = set()  # weights that only the head uses, on every rank
-        self.shared_outside: dict[int, str] = {}  # see `check_shared`
-        self.tables = Tables(module, transport.mesh, self._fallbacks)
-        self._weights = [StageWeights(module, transport, self.tables)]  # then of copies
         self.matrices = Matrices()  # sparse matrices among the arguments
-        self._held = HeldTensors(module, self._try, self._weights[0].shape_of, self.matrices)
-        self.reads = WeightReads(transport, self._weights, lambda: self._users, self.tables)
+        self._held = HeldTensors(module, self._try, self.matrices)
         self.is_accumulating = False  # if so, replicas do not average gradients
 
     @property
@@ -92,46 +82,13 @@ class PipelinedModel:
         """Whether the layers have been assigned."""
         return bool(self.stage_layers)
 
-    @property
-    def has_all_weights(self) -> bool:
-        """Whether this rank holds all weights of the module."""
-        return not (self.is_split and (self.tables.names or self._transport.mesh.num_stages > 1))
-
-    def tensor_ids(self) -> tuple[set[int], set[int]]:
-        """Return ids of this stage's tensors, which it is the first to use, and of all the rest."""
-        own, foreign = set[int](), set[int]()
-        for name, tensor in self._weights[0].named(self._users).items():
-            is_own = min(self._users[name]) == self._transport.mesh.stage
-            (own if is_own else foreign).add(id(tensor))
-        return own, foreign
-
     def attach(self, call: Call) -> Call:
         """Return the call with the tensors that forward reads beside its arguments as leaves."""
         if call.has_graphs or call.signature in self._held.without:
             return call
         with own_methods(self.module):
             known = self._held.known(call)
-            if known is None:
-                verb = "train" if torch.is_grad_enabled() else "evaluate"
-                self.reads.meet(f"{verb} the pipelined module", (0,))
-                with self.whole():
-                    found = self._held.find(call)
-                known = self._held.known(call) or found  # with the weights as they are now
-            return replace(known, tables=self.tables)
-
-    def place_tables(
-        self, call: Call, inputs: Inputs, mode: Mode, plan: ChunkPlan, *, trains: bool
-    ) -> Call:
-        """Divide tables over shards, or put them together; return the call with the weights."""
-        tables, modes, names = self.tables, self._modes.values(), frozenset[str]()
-        if trains and tables.candidates and not tables.names and plan.shard is not None:
-            names = tables.choose(call, inputs, modes, self._users, self.reads.optimizers)
-            self.reads.watch(is_full=self.reads.is_full)
-        if not names and (not tables.names or tables.serve(plan, mode)):
-            return call
-        with self.whole():
-            tables.begin(names, plan) if names else tables.end(self.reads.gather_states)
-        return call.with_weights(self.module)
+            return self._held.find(call) if known is None else known
 
     def _try(self, call: Call) -> None:
         if self._is_cut(inputs := classify(call)):
@@ -148,10 +105,8 @@ class PipelinedModel:
             if key is None and self.is_split:
                 self._note_change()
             if key is None or not self._modes[key].stages:
-                self._weights[0].check_kept()
-                with self.whole():
-                    key = self._trace_all(call, inputs, also_train=also_train)
-                    self._assign_layers(inputs, measure, trains=also_train)
+                key = self._trace_all(call, inputs, also_train=also_train)
+                self._assign_layers(inputs, measure)
         self._modes[key] = mode = self._modes.pop(key)  # now most recently used
         return mode
 
@@ -166,7 +121,7 @@ class PipelinedModel:
         return None
 
     def _trace_all(self, call: Call, inputs: Inputs, *, also_train: bool) -> Key:
-        known, call = set(self._modes), replace(call.with_weights(self.module), tables=None)
+        known = set(self._modes)
         key = self._trace(call, inputs)
         if also_train and not self.is_split:
             for training in (True, False):
@@ -195,71 +150,32 @@ class PipelinedModel:
         own = text_fingerprint(repr((reads.plain(reads.values()), shapes)))
         return self._transport.broadcast_object(own)  # some options differ between processes
 
-    def add_copy(self, module: nn.Module) -> StageWeights:
-        """Empty and fill a copy of the module along with it; on all ranks in the same order."""
-        assert not self.is_split
-        self._weights.append(StageWeights(module, self._transport, self.tables))
-        return self._weights[-1]
+    def gradient_sums(self) -> GradientSums:
+        """Return the sums for one pass, of the weights that stages have now."""
+        return GradientSums(self.module, self._users_in_stages, self._transport)
 
-    def complete(
-        self,
-        state: dict[str, Tensor],
-        root: nn.Module,
-        prefix: str = "",
-        weights: StageWeights | None = None,
-        names: Collection[str] | None = None,
-    ) -> None:
-        """Put the full tensors of all stages, or those with `names`, into `state`; collective.
+    def of_stages_only(self, root: nn.Module) -> set[int]:
+        """Return ids of the parameters that neither the head nor other modules of `root` use."""
+        inside = set(self.module.modules())
+        outer = (one for one in root.modules() if one not in inside)
+        shared = {id(p) for one in outer for p in one.parameters(recurse=False)}
+        named, head = dict(self.module.named_parameters()), set[str]()
+        for mode in self._modes.values():
+            head |= names_of_head(mode.layers, self.module)
+        own = self._users_in_stages.keys() - head
+        return {id(named[name]) for name in own if name in named} - shared
 
-        `state` is of `root`, which holds the module, with `prefix` before each name.
+    def share_statistics(self, *, replaced: bool) -> None:
+        """Send running statistics that a pass has updated, or `replaced`, to all ranks; collective.
+
+        The stage that runs a norm updates them.
         """
-        weights = weights or self._weights[0]
-        users = {n: one for n, one in self._users.items() if names is None or n in names}
-        named, full = weights.named(users), weights.assemble(users)
-        by_id = {id(named[name]): tensor for name, tensor in full.items()}
-        for tensors in (root.named_parameters, root.named_buffers):
-            for name, tensor in tensors(remove_duplicate=False):
-                if prefix + name in state and id(tensor) in by_id:
-                    state[prefix + name] = by_id[id(tensor)]
-
-    def restore(self) -> None:
-        """Give every rank all parameters again, and undo the split; collective."""
-        with self.reads.inside():
-            self._fill()
-        self.forget()
-
-    def forget(self) -> bool:
-        """Undo the split without communication; return whether this rank lacks weights."""
-        is_partial = self._weights[0].is_partial
-        self.reads.release()
-        self._modes.clear()
-        self.stage_layers, self._users, self._of_head = (), {}, set()
-        self.tables.clear()
-        for weights in self._weights:
-            weights.forget()
-        return is_partial
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Hold all parameters within the block, then only this stage's; collective."""
-        with self.reads.inside():
-            self._fill()
-            has_stages = self._transport.mesh.num_stages > 1  # autograd may have saved weights
-            keeps = self.reads.is_full or (has_stages and torch.is_grad_enabled())
-            try:
-                yield
-            finally:
-                keeps = keeps and (has_stages or bool(self.tables.names))
-                for weights in () if keeps else self._weights:
-                    weights.empty(self._users)
-                self.reads.watch(is_full=keeps)
-
-    def begin_backward(self) -> GradientSums:
-        averages = not self.is_accumulating
-        has_replicas = self._transport.world.num_replicas > 1
-        users = self._users if has_replicas else self._users_in_stages
-        cut = self.tables.names if self.tables.is_cut else ()
-        return GradientSums(self.module, users, self._transport, averages=averages, cut=cut)
+        users, mesh = self._users_in_stages, self._transport.mesh
+        for name, norm in (self.intercepted.norms | self.intercepted.batch_norms).items():
+            stages = users.get(f"{name}.running_mean")
+            if stages and (tracks_statistics(norm) or replaced):
+                with self._transport.meter.paused():
+                    self._transport.pipe.broadcast_all(norm.buffers(), mesh.rank_of(min(stages)))
 
     @property
     def _users_in_stages(self) -> dict[str, set[int]]:
@@ -307,11 +223,10 @@ class PipelinedModel:
         key = (first, layers.outside.values(), layers.num_rows)
         reads = reads_key(self.module, call, self.intercepted.norms.values(), layers)
         frozen = tuple(not p.requires_grad for p in self.module.parameters())
-        whole = frozenset(names_read_whole(layers, self.module))
-        self._modes[key] = Mode(layers, (), reads, self.module.training, 0, frozen, whole)
+        self._modes[key] = Mode(layers, (), reads, self.module.training, 0, frozen)
         return key
 
-    def _assign_layers(self, inputs: Inputs, measure: Measure, *, trains: bool) -> None:
+    def _assign_layers(self, inputs: Inputs, measure: Measure) -> None:
         is_first_time = not self.is_split
         if is_first_time:
             self.stage_layers = self._count_layers(inputs, measure)
@@ -321,9 +236,6 @@ class PipelinedModel:
         for key, mode in modes:
             if not mode.stages:
                 repeated = self._repeated(mode.layers, inputs)
-                # Evaluation must not make stages share weights: their gradients would be summed.
-                if not is_first_time or mode.is_training != modes[0][1].is_training:
-                    repeated = choose_held(mode.layers, counts, repeated, self.module, users)
                 mode = replace(mode, stages=split_layers(mode.layers, counts, repeated))
                 self._modes[key] = mode
             self._of_head |= names_of_head(mode.layers, self.module)
@@ -333,11 +245,7 @@ class PipelinedModel:
                 users[name] = users.get(name, set()) | places
         users |= {name: set(range(self._transport.mesh.num_stages)) for name in self._of_head}
         self._of_head -= in_stages
-        if trains and not is_first_time and self._transport.world.num_replicas > 1:
-            check_same(self._users, users)
         self._users = {name: users[name] for name in sorted(users)}
-        if self._transport.mesh.num_stages > 1:
-            check_shared(self.shared_outside, self.module, self._users)
         found = self.intercepted
         check_norms(found.norms | found.batch_norms, self._users_in_stages)
         if is_first_time:
@@ -381,7 +289,3 @@ class PipelinedModel:
             if 1 < num_stages < num_layers:
                 return self._transport.everyone.run_on_first(by_costs)  # equal in all replicas
         return solve_balance([1.0] * num_layers, num_stages)
-
-    def _fill(self) -> None:
-        for weights in self._weights if self._users else ():
-            weights.fill(self._users)

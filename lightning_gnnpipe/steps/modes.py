@@ -29,7 +29,6 @@ class Mode:
     is_training: bool
     options: int  # fingerprint of plain attributes that forward reads, and of weight shapes
     frozen: tuple[bool, ...]  # weights that need no gradient
-    read_whole: frozenset[str] = frozenset()  # weights that a chunk reads not only by its rows
     unreached: dict[frozenset[str], frozenset[str]] = field(default_factory=dict)
 
     def without_gradient(self, module: nn.Module, outputs: Iterable[str]) -> frozenset[str]:
@@ -56,7 +55,9 @@ class Mode:
 def trace_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.device) -> Hashable:
     """Cache key of a trace; attributes that the forward reads are in `Layers.outside`."""
     flags = tuple([m.training for m in module.modules()])
-    weights = tuple([(p.requires_grad, p.is_leaf, p.dtype) for p in module.parameters()])
+    weights = tuple(
+        [(name, p.requires_grad, p.is_leaf, p.dtype) for name, p in module.named_parameters()]
+    )
     leaves = tuple(
         (leaf.requires_grad, leaf.dtype, _row_shape(call, inputs, slot, leaf))
         for slot, leaf in enumerate(call.leaves)
@@ -87,6 +88,19 @@ def _row_shape(call: Call, inputs: Inputs, slot: int, leaf: Tensor) -> tuple[int
     if how.kind is not Kind.WHOLE:
         shape[how.dim] = -1
     return tuple(shape)
+
+
+def check_leaves(module: nn.Module) -> None:
+    """Refuse computed tensors as weights: gradients would end at them."""
+    computed = (name for name, parameter in module.named_parameters() if not parameter.is_leaf)
+    name = next(computed, None) if torch.is_grad_enabled() else None
+    if name is not None:
+        raise UnsupportedError(
+            expected="the weights of the pipelined module to be parameters",
+            found=f"a computed tensor as '{name}', for example from functional_call",
+            remedy="Call the module in torch.no_grad(), or call a copy of it that you make in "
+            "__init__.",
+        )
 
 
 def stages_of_norms(

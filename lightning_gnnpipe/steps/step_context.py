@@ -16,7 +16,6 @@ from lightning_gnnpipe.chunks import SeedOf, make_seeds, own_random_stream
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import GraphError, UnsupportedError
 from lightning_gnnpipe.graph import ContentNumbers, fold, tensors_in, text_fingerprint
-from lightning_gnnpipe.steps.weight_reads import WeightReads
 
 _LOSS_TOLERANCE = 1e-4
 
@@ -109,13 +108,13 @@ class Agreed(NamedTuple):
 
 def agree(
     transport: Transport,
-    reads: WeightReads,
     signals: SignalBits,
     batch: Callable[[], int],
     loss: float,
     graph: int,
     *,
     is_training: bool,
+    is_uneven: bool,
     is_lost: bool,
     input_number: int = 0,
     num_bytes: int = 0,
@@ -125,7 +124,9 @@ def agree(
     number = batch() if transport.world.is_distributed else 0
     own = (number, loss_bits, graph, signals.received, is_lost, input_number, num_bytes)
     what = f"{'train' if is_training else 'evaluate'} the pipelined module"
-    ranks = reads.meet(what, list(map(int, own)))
+    over = transport if is_uneven else transport.everyone
+    with transport.meter.paused():
+        ranks = over.meet(what, list(map(int, own)))
     size = transport.world.replica_size
     for start in range(0, len(ranks), size):
         _compare(ranks[start : start + size])

@@ -56,6 +56,7 @@ class TrainingPass:
     ) -> None:
         self._spec, self._store, self._model = spec, store, model
         self._step = Step(spec)
+        self._sums = model.gradient_sums()
         self._is_done = False
         self.is_exact = is_exact
 
@@ -97,18 +98,11 @@ class TrainingPass:
                 self._spec.context.leaves = self._spec.inputs
                 stack.enter_context(intercept(self._model.intercepted, self._spec.context))
                 stack.enter_context(own_random_stream(self._spec.transport.world.device))
-            sums = self._model.begin_backward()
-
-            def on_last() -> None:
-                if not self._spec.recompute:  # recomputation reaches parameters repeatedly
-                    for end in sums.watch(self._spec.inputs.weights.values()):
-                        stack.callback(end)
-
-            self._step.backward(grads, on_last)
+            self._sums.begin()
+            self._step.backward(grads)
         for name, grad in self._spec.inputs.weight_grads().items():
-            grad = self._model.tables.as_now(name, grad)
             torch.autograd.backward([self._model.module.get_parameter(name)], [grad])  # runs hooks
-        sums.finish()
+        self._sums.finish()
         if self._store is not None:
             self._store.end_step()
         return self._leaf_grads(slots)
@@ -117,7 +111,7 @@ class TrainingPass:
         """Return the gradients that must be finite; none without histories."""
         if self._store is None:
             return []
-        grads = (one.grad for one in self._model.module.parameters() if one.numel())
+        grads = (one.grad for one in self._model.module.parameters())
         return [grad for grad in grads if grad is not None]
 
     def _leaf_grads(self, slots: Sequence[int]) -> list[Tensor | None]:

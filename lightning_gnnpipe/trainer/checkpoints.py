@@ -1,11 +1,11 @@
-"""Checkpoints: stock files with the weights of all stages, and the state of the run."""
+"""Checkpoints: stock files with the weights, and the state of the run beside them."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +14,15 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from lightning_gnnpipe.comm import Mesh
 from lightning_gnnpipe.engine import RankHistories, RunState, SavedRun
-from lightning_gnnpipe.errors import CheckpointError, ConfigError, Fallbacks
-from lightning_gnnpipe.saving import sharded, sidecar
-from lightning_gnnpipe.steps import PipelinedModel
-from lightning_gnnpipe.steps.optimizer_states import merge_optimizer_states, own_optimizer_state
+from lightning_gnnpipe.errors import CheckpointError, Fallbacks
+from lightning_gnnpipe.saving import sidecar
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer._compat import PathLike
 from lightning_gnnpipe.trainer.engine_host import EngineHost, ResumedRun
 from lightning_gnnpipe.trainer.processes import Processes
 from lightning_gnnpipe.trainer.random_state import random_state
-from lightning_gnnpipe.trainer.signals import keep_last
 
 log = logging.getLogger(__name__)
 
@@ -38,21 +32,12 @@ _TRUST = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 class Checkpoints:
-    """Merges the stages' weights and optimizer states when saving, and reads whole ones.
-
-    With `is_sharded` each rank writes its own weights.
-    """
+    """Saves the state of the run and its histories with a checkpoint, and reads them."""
 
     def __init__(
-        self,
-        strategy: _compat.LightningStrategy,
-        processes: Processes,
-        host: EngineHost,
-        *,
-        is_sharded: bool,
+        self, strategy: _compat.LightningStrategy, processes: Processes, host: EngineHost
     ) -> None:
         self._strategy, self._processes, self._host = strategy, processes, host
-        self._is_sharded = is_sharded
         self._resumed: ResumedRun | None = None
         self._fallbacks = Fallbacks(log)
 
@@ -68,10 +53,7 @@ class Checkpoints:
         path = _local_path(checkpoint_path)
 
         def read() -> dict[str, Any]:
-            if path is not None and sharded.is_sharded(path):
-                found = sharded.read_sharded(path, _holds_plain_types(weights_only))
-            else:
-                found = self._read_stock(checkpoint_path, weights_only)
+            found = self._read_stock(checkpoint_path, weights_only)
             self._resumed = self._read_run(found, path)
             return found
 
@@ -117,17 +99,14 @@ class Checkpoints:
         state = RunState.of(found["run"])
         ident = found["histories"]
         stages: tuple[RankHistories, ...] = ()
-        is_sharded = path is not None and sharded.is_sharded(path)
-        if ident is not None and not (
-            ident == sharded.HISTORIES if is_sharded else sidecar.is_id(ident)
-        ):
+        if ident is not None and not sidecar.is_id(ident):
             raise CheckpointError(
                 expected=f"the id of histories in {path}",
                 found=repr(ident),
                 remedy="Load an earlier checkpoint: this one was changed after it was saved.",
             )
         if path is not None and ident is not None:
-            folder = path / ident if is_sharded else sidecar.histories_folder(path, ident)
+            folder = sidecar.histories_folder(path, ident)
             stages = sidecar.read_stages(folder, state.num_ranks)
         return SavedRun(state, stages), found["random"]
 
@@ -135,58 +114,23 @@ class Checkpoints:
         """Forget what was computed with the present weights, as after a search for a rate."""
         if self._host.is_running:
             engine = self._host.engine
-            engine.model.restore()
             engine.graphs.inputs.drop_rows()
             engine.statistics.stale.clear()
-
-    def module_state(self) -> dict[str, Any]:
-        """Return the state dict of the LightningModule with the weights of all stages."""
-        module = self._strategy.user_module
-        if not self._host.is_split:
-            return module.state_dict()
-        model = self._host.engine.model
-        with model.reads.inside():
-            if self._processes.is_interrupted:
-                return module.state_dict()
-            if self._is_sharded:
-                return _own_state_dict(module, model, self._processes.transport.mesh)
-            state = module.state_dict()
-            model.complete(state, module)
-            return state
-
-    def optimizer_state(
-        self, optimizer: Optimizer, read: Callable[[Optimizer], dict[str, Any]]
-    ) -> dict[str, Any]:
-        """Return the state of `optimizer` that `read` gives, with the states of all ranks."""
-        reads = self._host.engine.model.reads if self._host.is_running else None
-        if reads is not None:
-            reads.forget_foreign_states()
-        with reads.inside() if reads is not None else nullcontext():
-            state = read(optimizer)
-        if not self._processes.has_peers or self._processes.is_interrupted:
-            return state
-        transport = self._processes.transport
-        if reads is not None:
-            state = self._host.engine.model.tables.join_states(transport, optimizer, state)
-        if self._is_sharded:
-            own = own_optimizer_state(transport, state)
-            return {**state, "state": {} if transport.mesh.replica else own}
-        return merge_optimizer_states(transport, state)
 
     def save(
         self, checkpoint: dict[str, Any], filepath: PathLike, write: Callable[[PathLike], None]
     ) -> None:
         """Write the checkpoint by `write` on rank 0, and the histories beside it on all ranks."""
         processes, is_first = self._processes, self._strategy.is_global_zero
-        if processes.is_interrupted and (self._host.is_split or processes.has_workers):
-            log.warning("No checkpoint was written to %s: other stages may have failed.", filepath)
-            keep_last(self._strategy.trainer)
+        if processes.is_interrupted:  # without other ranks, and so without histories
+            state = self._run_state()
+            if state is not None and "optimizer_states" in checkpoint:
+                checkpoint[_KEY] = self._run(state.without_histories(), None)
+            if is_first and not processes.has_workers:  # a process that only started ranks
+                write(filepath)
             return
         filepath = processes.broadcast(filepath)
         path = _local_path(filepath)
-        if self._is_sharded:
-            self._save_sharded(checkpoint, filepath, path)
-            return
         ident = None
         state = self._run_state()
         if state is not None and "optimizer_states" in checkpoint:
@@ -215,34 +159,6 @@ class Checkpoints:
             is_late = isinstance(self._strategy.checkpoint_io, AsyncCheckpointIO)
             sidecar.prune(path, ident, keeps_last=is_late)
 
-    def _save_sharded(
-        self, checkpoint: dict[str, Any], filepath: PathLike, path: Path | None
-    ) -> None:
-        if path is None:
-            raise ConfigError(
-                expected="a local path for a sharded checkpoint",
-                found=str(filepath),
-                remedy="Save to a file system that all ranks see, or use "
-                "save_distributed_checkpoint=False.",
-            )
-        together, is_first = self._processes.together, self._strategy.is_global_zero
-        weights = checkpoint.pop("state_dict")
-        if not self._host.is_split and not is_first:
-            weights = {}
-        optimizers = [one["state"] for one in checkpoint.get("optimizer_states", ())]
-        for one in checkpoint.get("optimizer_states", ()):
-            one["state"] = {}
-        together(lambda: sharded.part_of(path).mkdir(parents=True, exist_ok=True))
-        state = self._run_state()
-        if state is not None and optimizers:
-            has_histories = bool(state.inputs)
-            checkpoint[_KEY] = self._run(state, sharded.HISTORIES if has_histories else None)
-            if has_histories:
-                self._write_histories(sharded.part_of(path) / sharded.HISTORIES)
-        transport = self._processes.transport
-        meta = sharded.write_shards(transport, path, checkpoint, weights, optimizers)
-        together(lambda: sharded.finish(path, meta) if is_first else None)
-
     def remove(self, filepath: PathLike) -> None:
         """Delete the histories of checkpoints that are gone from the folder of `filepath`."""
         path = _local_path(filepath)
@@ -270,26 +186,6 @@ class Checkpoints:
                 sidecar.write_stage(folder, stage, saved)
 
         self._processes.together(write)
-
-
-def _own_state_dict(root: nn.Module, model: PipelinedModel, mesh: Mesh) -> dict[str, Any]:
-    """Return the part of the state dict of `root` that this rank writes; no two write the same.
-
-    The first rank of each stage writes, in the first replica. The first stage writes what belongs
-    to no stage.
-    """
-    own, foreign = model.tensor_ids()
-    state = root.state_dict(keep_vars=True)
-    kept = [
-        key
-        for key, value in state.items()
-        if id(value) in own or (mesh.is_first and id(value) not in foreign)
-    ]
-    model.complete(state, root, names=model.tables.names)
-    if mesh.shard or mesh.replica:
-        return {}
-    found = {key: state[key] for key in kept}
-    return {k: v.detach() if isinstance(v, Tensor) else v for k, v in found.items()}
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

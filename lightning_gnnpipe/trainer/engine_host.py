@@ -14,10 +14,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary, TQDMProgressBar
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_gnnpipe.engine import PipelineEngine, RunState, SavedRun
 from lightning_gnnpipe.errors import ConfigError, Fallbacks
@@ -27,22 +25,14 @@ from lightning_gnnpipe.report import describe_stages, format_stages
 from lightning_gnnpipe.stages import Stage, as_written, find_pipelined
 from lightning_gnnpipe.steps import Controls
 from lightning_gnnpipe.trainer import _compat
-from lightning_gnnpipe.trainer.precision import work_over_stages
 from lightning_gnnpipe.trainer.processes import Processes
 from lightning_gnnpipe.trainer.random_state import random_state, set_random_state
 from lightning_gnnpipe.trainer.refuse import (
-    check_callbacks,
-    check_optimizers,
-    check_scaling,
     check_sync,
+    refuse_evaluations,
     refuse_uncalled,
 )
 from lightning_gnnpipe.trainer.replicas import Replicas
-from lightning_gnnpipe.trainer.weight_callbacks import (
-    at_ends_of_hooks,
-    owners_of_hooks,
-    serve_callbacks,
-)
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +57,7 @@ class EngineHost:
         self._engine: PipelineEngine | None = None
         self._prefix = ""
         self._patched = ExitStack()
+        self._num_evaluations = 0  # of the loss, for the present batch
 
     @property
     def engine(self) -> PipelineEngine:
@@ -82,16 +73,6 @@ class EngineHost:
     @property
     def is_running(self) -> bool:
         return self._engine is not None
-
-    @property
-    def is_split(self) -> bool:
-        """Whether this rank holds only its stage's parameters."""
-        return self._processes.has_peers and self.is_running and self.engine.model.is_split
-
-    @property
-    def _has_parts(self) -> bool:
-        """Whether ranks may hold different weights: of stages, or rows of tables."""
-        return self._processes.has_stages or bool(self.engine.model.tables.candidates)
 
     def attach(self, trainer: pl.Trainer, resumed: ResumedRun | None) -> None:
         """Make the engine of one run."""
@@ -121,43 +102,22 @@ class EngineHost:
         transport = self._processes.transport
         engine = PipelineEngine(pipelined, transport, engine_options, self.controls, methods)
         self._engine = engine
-        engine.model.shared_outside = _parameters_outside(module, pipelined)
         if resumed is not None:
             engine.resume(run)
         elif self.last_run is not None and not is_fitting:
             engine.model.preferred = self.last_run.stage_layers
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         averages = [one for one in map(_compat.average_of, callbacks) if one is not None]
+        for average in averages:
+            self._processes.share_weights(average)
         engine.set_step(averages_weights=bool(averages))
         self._patched.enter_context(self._replicas.computing_metrics(module))
-        if self._processes.has_peers:
-            self._serve_callbacks(callbacks, averages)
-        if self._has_parts:
-            self._answer_reads(trainer)
         has_summary = any(isinstance(one, ModelSummary) for one in callbacks)
         if is_fitting and trainer.is_global_zero and has_summary:
             engine.model.on_split = partial(_print_stages, trainer, pipelined)
 
-    def attach_precision(self, plugin: Precision) -> None:
-        """Let `plugin` clip and scale over all stages."""
-        if self._processes.has_peers:
-            module, model = self._strategy.user_module, self.engine.model
-            self._patched.callback(
-                work_over_stages(plugin, module, model, self._processes.transport)
-            )
-        check_scaling(plugin, self._options.async_halo)
-
-    def attach_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let user code read the states of all stages from `optimizers`."""
-        is_first = self._strategy.is_global_zero
-        check_optimizers(optimizers, self._processes.transport.mesh.num_stages if is_first else 1)
-        if self._has_parts:
-            for one in optimizers:
-                self._patched.callback(self.engine.model.reads.serve(one))
-            self.engine.model.reads.watch()
-
     def detach(self) -> None:
-        """Undo `attach`, and give the user's module all weights unless an error ended the run."""
+        """Undo `attach`."""
         if self._engine is None:
             self._patched.close()
             return
@@ -167,24 +127,13 @@ class EngineHost:
             if engine.options.is_fitting:
                 self.last_run = engine.run_state().without_histories()
             engine.detach()
-            if engine.model.is_split and not is_interrupted:
-                engine.model.reads.gather_states()
         finally:
             self._patched.close()
         if not is_interrupted:
             engine.statistics.warn()
             engine.graphs.inputs.tell_share(engine.num_training_passes)
         self.controls.reset()
-        if not is_interrupted:
-            engine.graphs.inputs.drop_rows()
-            engine.model.restore()
-            return
-        if engine.model.forget():
-            log.warning(
-                "The module on rank %d holds the weights of one stage only, because the run was "
-                "interrupted. Load the last checkpoint.",
-                self._strategy.global_rank,
-            )
+        engine.graphs.inputs.drop_rows()
 
     def take_over(self) -> None:
         """Put the engine behind the module's methods."""
@@ -192,14 +141,21 @@ class EngineHost:
         if not self.engine.methods.are_attached:
             self.engine.attach()
 
+    def begin_batch(self) -> None:
+        """Begin a batch of training."""
+        self._num_evaluations = 0
+        self.engine.abandon()
+
     def training_step(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Run the user's training step; its pipelined forward trains."""
         engine, module = self.engine, self._strategy.user_module
         trainer = module.trainer
         engine.identity.begin_step(module, partial(random_state, self._strategy.root_device))
         engine.set_step(step_index=trainer.fit_loop.epoch_loop.total_batch_idx)
-        engine.model.reads.settle()
-        self._replicas.share_buffers(engine)
+        self._num_evaluations += 1
+        if self._num_evaluations > 1:
+            refuse_evaluations("an optimizer")
+        self._replicas.share_buffers()
         if _compat.skips_backward(trainer):  # histories are of the weights before averaging
             self.controls.is_exact = True
             engine.statistics.stale.clear()  # Lightning computes them anew
@@ -208,65 +164,24 @@ class EngineHost:
         self.controls.reset()  # requests are for one step
         if engine.num_training_passes == passes:
             refuse_uncalled(self._prefix, engine.methods.name)
-        engine.model.reads.forget_foreign_states()
         loss = output.get("loss") if isinstance(output, dict) else output
         engine.note_loss(float(loss.detach()) if isinstance(loss, Tensor) else None)
         self._processes.signals.obey()
-        if self._has_parts:
-            engine.model.reads.meet("end training_step")
         return output
 
     def backward(self, run: Callable[[], None]) -> None:
-        """Run the user's backward; stages average the gradients of their weights over replicas."""
+        """Run the user's backward, and give all ranks equal gradients."""
         engine = self.engine
         scaler = getattr(self._strategy.precision_plugin, "scaler", None)
         engine.set_step(loss_scale=1.0 if scaler is None else float(scaler.get_scale()))
         run()
-        engine.average(self._strategy.user_module)
+        engine.share_gradients(self._strategy.user_module)
 
     def evaluation_step(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Run the user's step of validation, test or prediction."""
-        self.engine.model.reads.settle()
         output = step(*args)
         self._processes.signals.obey()
         return output
-
-    def _serve_callbacks(
-        self, callbacks: Sequence[pl.Callback], averages: Sequence[nn.Module]
-    ) -> None:
-        check_callbacks(callbacks, self._options.save_distributed_checkpoint, self._has_parts)
-        for average in averages:
-            self._processes.share_weights(average)
-        model, processes = self.engine.model, self._processes
-        self._patched.callback(
-            serve_callbacks(callbacks, model, self._prefix, lambda: processes.is_interrupted)
-        )
-
-    def _answer_reads(self, trainer: pl.Trainer) -> None:
-        """Let ranks answer each other's reads of weights at the ends of the user's hooks."""
-        processes, reads = self._processes, self.engine.model.reads
-        reads.is_closed = lambda: processes.is_interrupted
-        owners = processes.everyone.all_gather_objects(list(owners_of_hooks(trainer)))
-        everywhere = set.intersection(*map(set, owners))
-
-        def meet(name: str) -> None:
-            # A callback of this rank alone has no peers to meet, and none come after an error.
-            if name.rpartition(".")[0] in everywhere and not processes.is_interrupted:
-                reads.meet(f"end {name}")
-                processes.signals.obey()  # a forward in the hook may have agreed on one
-
-        self._patched.enter_context(at_ends_of_hooks(trainer, meet))
-
-
-def _parameters_outside(module: nn.Module, pipelined: nn.Module) -> dict[int, str]:
-    """Return the names of the parameters outside of `pipelined`, by id."""
-    inside = set(pipelined.modules())
-    return {
-        id(parameter): f"{name}.{own}" if name else own
-        for name, one in module.named_modules()
-        if one not in inside
-        for own, parameter in one.named_parameters(recurse=False)
-    }
 
 
 def _print_stages(

@@ -79,11 +79,6 @@ class Processes:
         return self._transport is not None and self._transport.world.is_distributed
 
     @property
-    def has_stages(self) -> bool:
-        """Whether ranks hold the weights of different stages."""
-        return self.has_peers and self.transport.mesh.num_stages > 1
-
-    @property
     def has_workers(self) -> bool:
         """Whether this process started the ranks and does not train itself."""
         return self._transport is None and isinstance(self._strategy.launcher, ForkLauncher)
@@ -187,11 +182,7 @@ class Processes:
 
     def share_weights(self, module: nn.Module) -> None:
         """Copy rank 0's weights and buffers to all ranks."""
-        with torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers()):
-                here = tensor.data.to(self._strategy.root_device)
-                self.everyone.broadcast(here, 0, "control")
-                tensor.data.copy_(here)
+        self.everyone.broadcast_all((*module.parameters(), *module.buffers()), 0)
 
     def share_start(self, module: nn.Module) -> int:
         """Copy rank 0's weights and random states to all ranks; return the seed of the run."""

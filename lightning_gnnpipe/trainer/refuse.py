@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import NoReturn
 
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins import Precision
 from torch.optim import Optimizer
 
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
 from lightning_gnnpipe.stages import LAYER_BY_LAYER
-from lightning_gnnpipe.steps.weight_reads import refuse_evaluations
-from lightning_gnnpipe.trainer import _compat
-
-log = logging.getLogger(__name__)
 
 
-def check_optimizers(optimizers: Iterable[Optimizer], num_stages: int) -> None:
-    """Refuse optimizers that evaluate the loss several times per step.
-
-    On several stages, warn of unknown optimizers: they may mix weights of several layers.
-    """
+def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers that evaluate the loss several times per step."""
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS):
-            refuse_evaluations(optimizer)
-        if num_stages > 1 and not type(optimizer).__module__.startswith("torch.optim"):
-            log.warning(
-                "%s is not an optimizer of torch.optim. Each rank runs it on the weights of its "
-                "own stage, so it must not use a norm or other statistics of all weights.",
-                type(optimizer).__name__,
-            )
+            refuse_evaluations(type(optimizer).__name__)
+
+
+def refuse_evaluations(name: str) -> NoReturn:
+    """Refuse an optimizer that evaluates the loss several times per step."""
+    _refuse(
+        "an optimizer that evaluates the loss once per step",
+        f"{name}, which evaluates it several times",
+        "Use Adam, AdamW or SGD.",
+    )
 
 
 def check_scaling(plugin: Precision, is_async: bool) -> None:
@@ -55,24 +48,6 @@ def check_sync(is_asked: bool, num_replicas: int) -> None:
             "micro-batch",
             "Leave it out, or use LayerNorm or GraphNorm.",
         )
-
-
-def check_callbacks(callbacks: Iterable[Callback], saves_sharded: bool, has_parts: bool) -> None:
-    """Refuse a sharded checkpoint of two sets of weights, and new parameters, unknown to stages."""
-    for callback in callbacks:
-        name = type(callback).__name__
-        if saves_sharded and isinstance(callback, _compat.WEIGHT_AVERAGING):
-            _refuse(
-                "one set of weights in a sharded checkpoint",
-                f"{name}, which saves two",
-                "Use save_distributed_checkpoint=False.",
-            )
-        if has_parts and isinstance(callback, ModelPruning):
-            _refuse(
-                "callbacks that keep the parameters, with several stages",
-                f"{name}, which replaces them",
-                "Prune after training, or with num_stages=1.",
-            )
 
 
 def refuse_uncalled(name: str, method: str) -> NoReturn:

@@ -14,7 +14,6 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -22,7 +21,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.passing import replace_attributes
 from lightning_gnnpipe.trainer import _compat
@@ -80,24 +78,12 @@ class Replicas:
             return tensor
         return self._processes.transport.asked.over(tensor, group, work)
 
-    @torch.no_grad()
-    def share_buffers(self, engine: PipelineEngine) -> None:
+    def share_buffers(self) -> None:
         """Copy the first replica's buffers to all replicas, as DDP does before each step."""
         if not self.are_several:
             return
         over = self._processes.transport.replicas
-        _, foreign = engine.model.tensor_ids()
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        with engine.model.reads.inside():
-            for buffer in self._strategy.user_module.buffers():
-                if id(buffer) not in foreign:
-                    by_dtype.setdefault(buffer.dtype, []).append(buffer)
-            for buffers in by_dtype.values():
-                flat = torch.cat([buffer.flatten() for buffer in buffers])
-                over.broadcast(flat, over.members.ranks[0], "control")
-                parts = torch.split(flat, [buffer.numel() for buffer in buffers])
-                for buffer, part in zip(buffers, parts, strict=True):
-                    buffer.copy_(part.view_as(buffer))
+        over.broadcast_all(self._strategy.user_module.buffers(), over.members.ranks[0])
 
     @contextmanager
     def computing_metrics(self, module: nn.Module) -> Iterator[None]:

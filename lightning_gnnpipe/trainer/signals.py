@@ -89,13 +89,6 @@ class StopSignals:
         self._bits.received |= bit
 
 
-def keep_last(trainer: pl.Trainer | None) -> None:
-    """Keep the last checkpoints, whose replacement was not written."""
-    for one in trainer.checkpoint_callbacks if trainer is not None else ():
-        if isinstance(one, ModelCheckpoint):
-            one.save_last = None
-
-
 def _has_last(saver: ModelCheckpoint, trainer: pl.Trainer) -> bool:
     """Whether `ckpt_path="last"` would find a resumable checkpoint of this step."""
     is_new = _compat.last_saved_step(saver) == trainer.global_step

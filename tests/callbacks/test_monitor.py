@@ -61,6 +61,7 @@ def test_csv_has_all_figures_of_every_epoch(num_stages: int, tmp_path: Path) -> 
         num_nodes=NUM_NODES,
         row_bytes=[WIDTH * 4] * (num_stages - 1),
         output_row_bytes=NUM_CLASSES * 4,
+        weight_bytes=0,
     )
     for line in lines:
         assert {key for key in line if key.startswith("pipe/")} == pipe_keys(num_stages)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lightning_gnnpipe._compat_torch import set_group_timeout
-from lightning_gnnpipe.comm import Label, Mesh, Meter, Transport, World, sum_along_pipe
+from lightning_gnnpipe.comm import Label, Mesh, Meter, Transport, World
 from lightning_gnnpipe.errors import GraphError, PeerError, UnsupportedError
 
 SIZES = [(3, 2), (1, 2), (0, 2), (7, 2)]
@@ -94,12 +94,11 @@ def leave_behind(transport: Transport) -> None:
 
 def share(transport: Transport) -> None:
     stage = transport.mesh.stage
-    local = {"a": torch.zeros(2)} if stage == 0 else {"b": torch.ones(3, 1)}
-    shapes = {"a": (torch.Size([2]), torch.float32), "b": (torch.Size([3, 1]), torch.float32)}
-    found = transport.share_tensors({"a": 0, "b": 1}, local, shapes)
-    assert found["a"].tolist() == [0, 0] and found["b"].sum() == 3
+    found = [torch.full((2,), float(stage)), torch.tensor(stage), torch.ones(3, 1)]
+    transport.broadcast_all(found, 1)
+    assert [one.tolist() for one in found] == [[1.0, 1.0], 1, [[1.0]] * 3]
     total = torch.tensor([1.0 + stage])
-    transport.all_reduce(total, "tied_grad")
+    transport.all_reduce(total, "weight_grad")
     assert total.item() == 3
     assert transport.meet("meet", [stage, 7]) == [[0, 7], [1, 7]]
     assert transport.all_gather_objects({"s": stage}) == [{"s": 0}, {"s": 1}]
@@ -137,8 +136,8 @@ def receive(transport: Transport) -> None:
         (receive, r"wait for forward data of chunk 4.*within 2 s"),
         (lambda transport: transport.meet("meet"), r"could not meet: .*within 2 s"),
         (
-            lambda transport: sum_along_pipe(transport, torch.ones(1), [0, 1], "tied_grad", 0),
-            "wait for tied_grad data",
+            lambda transport: transport.pipe.broadcast(torch.ones(1), 0, "weight_grad"),
+            "broadcast weight_grad data from rank 0",
         ),
     ],
 )
@@ -153,40 +152,3 @@ def test_p7_a_wait_ends_with_the_timeout(wait: Work, text: str, tmp_path: Path) 
         assert time.monotonic() - started < 4
 
     run(work, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("num_stages", "num_shards", "stages"),
-    [(2, 1, [0, 1]), (4, 1, [0, 2, 3]), (4, 1, [1, 2]), (2, 2, [0, 1])],
-)
-def test_ranks_of_some_stages_get_the_same_bits(
-    num_stages: int, num_shards: int, stages: list[int], tmp_path: Path
-) -> None:
-    """Of two sums over `stages`, the second time over the first and last stage alone."""
-    sums = [stages, [stages[0], stages[-1]]]
-
-    def work(transport: Transport) -> None:
-        totals, rank = [], transport.world.rank
-        for number, some in enumerate(sums):
-            own = torch.tensor([0.1 * 3**rank, 1.0], dtype=torch.float64)
-            if transport.mesh.stage in some:
-                total = sum_along_pipe(transport, own, some, "tied_grad", number, num_flags=1)
-                totals.append(total)
-            assert own[1] == 1  # as it was
-        torch.save((totals, dict(transport.meter)), tmp_path / f"{rank}.pt")
-
-    run(work, tmp_path, (num_stages, num_shards))
-    num_ranks = num_stages * num_shards
-    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(num_ranks)]
-    for some in sums:
-        taking = [rank for rank in range(num_ranks) if rank // num_shards in some]
-        totals = [found[rank][0].pop(0) for rank in taking]
-        expected = sum(0.1 * 3**rank for rank in taking)
-        assert totals[0][0] == pytest.approx(expected) and totals[0][1] == len(taking)
-        assert all(torch.equal(total, totals[0]) for total in totals)
-    # as much as a ring of all that take part; the second number is a flag
-    received = sum(2 * (len(some) * num_shards - 1) * 8 for some in sums)
-    for kind in ("tied_grad", "control"):
-        assert sum(counts.get(kind, 0) for _, counts in found) == received
-    left_out = [found[rank][1] for rank in range(num_ranks) if rank // num_shards not in stages]
-    assert all(counts == {} for counts in left_out)

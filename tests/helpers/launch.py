@@ -27,9 +27,7 @@ class FitResult:
     """What ``trainer.fit`` did, over all ranks."""
 
     steps: list[Step]
-    """Merged: gradients and weights of all parameters, whichever rank holds them."""
-    held_by_rank: list[set[str]]
-    """Names of the parameters that each rank holds."""
+    """Of the first rank; the others have equal gradients and weights."""
     state_dict: Named
     """Of the module, in the process that called ``fit``, after it."""
     trainer: L.Trainer
@@ -157,7 +155,6 @@ def _fit(
     return FitResult(
         steps=steps,
         others=others,
-        held_by_rank=[set(steps[-1].weights) for steps in ranks],
         state_dict={name: value.detach().clone() for name, value in module.state_dict().items()},
         trainer=trainer,
     )
@@ -169,13 +166,6 @@ def assert_transparent(piped: FitResult, plain: FitResult) -> None:
     torch.testing.assert_close(piped.state_dict, plain.state_dict, rtol=1e-10, atol=1e-10)
     found, wanted = piped.trainer.callback_metrics, plain.trainer.callback_metrics
     assert found.keys() & {"train_loss", "val_loss"} == wanted.keys() & {"train_loss", "val_loss"}
-
-
-def assert_shared_out(piped: FitResult, plain: FitResult) -> None:
-    """No rank did the whole work: each holds the weights of its stage, all of them have all."""
-    names = set(plain.steps[0].weights)
-    assert set().union(*piped.held_by_rank) == names
-    assert all(held and held < names for held in piped.held_by_rank)
 
 
 class BatchList(Iterable[Any]):

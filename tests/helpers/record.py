@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,17 +26,8 @@ class Step:
     metrics: Named = field(default_factory=dict)
 
 
-def as_held(trainer: L.Trainer) -> AbstractContextManager[None]:
-    """Show weights as this rank holds them: empty if another one does."""
-    engine = getattr(trainer.strategy, "engine", None)
-    return nullcontext() if engine is None else engine.model.reads.inside()
-
-
 class StepRecorder(L.Callback):
-    """Write the steps of this rank to ``folder/rank<r>.pt``: processes share nothing else.
-
-    A parameter without elements belongs to another rank and is left out.
-    """
+    """Write the steps of this rank to ``folder/rank<r>.pt``: processes share nothing else."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -45,20 +35,14 @@ class StepRecorder(L.Callback):
         self.gradients: Named = {}
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
-        with as_held(trainer):
-            self.gradients = {
-                name: parameter.grad.detach().clone()
-                for name, parameter in module.named_parameters()
-                if parameter.numel() and parameter.grad is not None
-            }
+        self.gradients = {
+            name: parameter.grad.detach().clone()
+            for name, parameter in module.named_parameters()
+            if parameter.grad is not None
+        }
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *args: Any) -> None:
-        with as_held(trainer):
-            weights = {
-                name: parameter.detach().clone()
-                for name, parameter in module.named_parameters()
-                if parameter.numel()
-            }
+        weights = {name: one.detach().clone() for name, one in module.named_parameters()}
         self.steps.append(
             Step(
                 outputs=module.outputs,
@@ -95,13 +79,13 @@ class StatsRecorder(L.Callback):
 
 
 def merge_ranks(ranks: list[list[Step]]) -> list[Step]:
-    """Put the parameters of all ranks together; what several ranks hold must agree."""
+    """Return the steps of the first rank; gradients and weights of the others have equal bits."""
     assert len({len(steps) for steps in ranks}) == 1, "ranks made different numbers of steps"
     return [_merge(steps) for steps in zip(*ranks, strict=True)]
 
 
 def _merge(steps: tuple[Step, ...]) -> Step:
-    merged = Step(steps[0].outputs, steps[0].loss, {}, {}, steps[0].metrics)
+    merged = steps[0]
     for rank, step in enumerate(steps):
         where = f"rank {rank} against the ranks before it"
         _assert_close(step.outputs, merged.outputs, f"outputs, {where}", tolerance=1e-14)
@@ -112,11 +96,10 @@ def _merge(steps: tuple[Step, ...]) -> Step:
                 continue
             _assert_close(metric, other, f"{name}, {where}", tolerance=1e-14)
         for kind in ("gradients", "weights"):
-            known = getattr(merged, kind)
-            for name, value in getattr(step, kind).items():
-                if name in known:
-                    _assert_close(value, known[name], f"{kind} of {name}, {where}", 1e-14)
-                known[name] = value
+            known, found = getattr(merged, kind), getattr(step, kind)
+            assert known.keys() == found.keys(), f"{kind}, {where}"
+            for name, value in found.items():
+                assert torch.equal(value, known[name]), f"{kind} of {name}, {where}"
     return merged
 
 

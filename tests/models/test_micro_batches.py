@@ -56,5 +56,3 @@ def test_stages_equal_plain_lightning(
 
     plain, piped = fit(), fit(num_stages=num_stages, num_chunks=num_chunks)
     assert_steps_equal(piped.steps, plain.steps)
-    if num_stages > 1:  # no rank did the whole work
-        assert all(held < set(plain.steps[0].weights) for held in piped.held_by_rank)

@@ -59,6 +59,11 @@ def measure(
     return steps
 
 
+def gradient_bytes(net: nn.Module) -> int:
+    """Return the bytes of the gradients of all weights, with a number for each: there or None."""
+    return sum(p.numel() + 1 for p in net.parameters()) * FLOAT
+
+
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("num_stages", "num_chunks", "repeat"),
@@ -85,17 +90,19 @@ def test_p5_bytes_equal_the_formula(
     row_bytes = (D if repeat else 2 * D) * FLOAT
     crossing = 2 * (num_stages - 1) * N * row_bytes
     outputs = (num_stages - 1) * N * C * FLOAT
-    # weight and bias of the encoder, once for each stage but the first
-    tied = repeat * (num_stages - 1) * (F * D + D) * FLOAT
+    # weight and bias of the encoder
+    tied = repeat * gradient_bytes(net.lin_in) if num_stages > 1 else 0
+    weights = gradient_bytes(net)
     for step in steps:
         assert step.get("forward", 0) == step.get("backward", 0) == crossing // 2
         assert step.get("output", 0) == outputs
-        assert step.get("tied_grad", 0) == 2 * tied
-        assert not step.keys() - {"forward", "backward", "output", "tied_grad", "control"}
-    assert crossing + outputs + 2 * tied == pipeline_bytes(
+        assert step.get("weight_grad", 0) == (num_stages - 1) * (weights + tied)
+        assert not step.keys() - {"forward", "backward", "output", "weight_grad", "control"}
+    assert crossing + outputs + (num_stages - 1) * (weights + tied) == pipeline_bytes(
         num_nodes=N,
         row_bytes=[row_bytes] * (num_stages - 1),
         output_row_bytes=C * FLOAT,
+        weight_bytes=weights,
         tied_bytes=tied,
     )
 
@@ -126,8 +133,9 @@ def test_p5_edge_features_count_by_edge(repeat: RepeatOption, tmp_path: Path) ->
     edges = 0 if repeat else graph().num_edges
     assert step["forward"] == step["backward"] == (N + edges) * WIDTH * FLOAT
     assert step["output"] == N * C * FLOAT
-    encoder = NUM_EDGE_FEATURES * WIDTH + WIDTH
-    assert step.get("tied_grad", 0) == (2 * encoder * FLOAT if repeat else 0)
+    net = EdgeEncoded()
+    encoder = (NUM_EDGE_FEATURES * WIDTH + WIDTH + 2) * FLOAT if repeat else 0
+    assert step["weight_grad"] == gradient_bytes(net) + encoder
 
 
 class Late(GCNII):
@@ -141,14 +149,16 @@ class Late(GCNII):
         return self.lin_out(self.dropout(x))
 
 
-def test_p5_only_those_that_share_a_weight_sum_its_gradient(tmp_path: Path) -> None:
-    """With shards as a ring of all would: over stages on the way there, over shards at its end."""
-    [*_, step] = measure(tmp_path, Late(F, D, C, num_layers=3), 3, 4)
+def test_p5_gradients_of_weights_on_stages_and_shards(tmp_path: Path) -> None:
+    """Shards sum the gradients of their stage, then each shard gets those of other stages."""
+    net = Late(F, D, C, num_layers=3)
+    [*_, step] = measure(tmp_path, net, 3, 4)
     assert step["forward"] == step["backward"] == 2 * N * D * FLOAT
-    assert step["tied_grad"] == 2 * (F * D + D) * FLOAT
-    [*_, step] = measure(tmp_path, GCNII(F, D, C, num_layers=4), 2, 4, num_shards=2)
+    assert step["weight_grad"] == 2 * (gradient_bytes(net) + gradient_bytes(net.lin_in))
+    net = GNN(F, D, C, num_layers=4)
+    [*_, step] = measure(tmp_path, net, 2, 4, num_shards=2)
     assert step["forward"] == step["backward"] == N * D * FLOAT
-    assert step["tied_grad"] == 2 * (4 - 1) * (F * D + D) * FLOAT
+    assert step["weight_grad"] == 2 * gradient_bytes(net) + 2 * gradient_bytes(net)
 
 
 @pytest.mark.some_cases(1)
@@ -159,7 +169,7 @@ def test_p5_graph_parallel_bytes_equal_the_formula(num_shards: int, tmp_path: Pa
     # Every node has edges from all others, so that each shard reads all rows of the others.
     data.edge_index = torch.cartesian_prod(torch.arange(N), torch.arange(N)).t()
     del data.edge_attr, data.edge_weight
-    weight_bytes = sum(p.numel() for p in net.parameters()) * FLOAT
+    weight_bytes = gradient_bytes(net)
     for step in measure(tmp_path, net, 1, 1, num_shards, data, num_classes=D):
         assert step["halo"] == step["halo_grad"] == num_layers * (num_shards - 1) * N * D * FLOAT
         assert step["weight_grad"] == 2 * (num_shards - 1) * weight_bytes

@@ -23,7 +23,7 @@ from lightning_gnnpipe import EmbeddingRefresh, StalenessWarmup
 from lightning_gnnpipe.saving.sidecar import histories_folder
 from tests.helpers.cases import covering, slow
 from tests.helpers.realistic import realistic_graph
-from tests.helpers.record import StatsRecorder, as_held
+from tests.helpers.record import StatsRecorder
 from tests.helpers.trainers import quiet_trainer
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -71,10 +71,6 @@ class Noisy(L.LightningModule):
     def validation_step(self, data: Data, batch_idx: int) -> None:
         out = self.net(data.x, data.edge_index)
         self.log("val", F.cross_entropy(out, data.y), batch_size=1)
-
-    def on_train_end(self) -> None:
-        with as_held(self.trainer):
-            assert self.net.lin_in.weight.numel()
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)

@@ -15,7 +15,6 @@ from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.layers import find_layers
 from lightning_gnnpipe.stages import (
     Layers,
-    choose_held,
     choose_repeated,
     cut_module,
     find_users,
@@ -104,18 +103,6 @@ def test_a_weight_counts_for_the_first_value_that_uses_it_and_if_it_is_trained()
     assert choose_repeated(layers, "auto", lambda *_: 8, 1) == (x_0, y_0, z_0)
     assert choose_repeated(layers, "auto", lambda *_: 7, 1) == (x_0, z_0)
     assert choose_repeated(layers_of(ENCODED_NETS["frozen"](0.0)), "auto", lambda *_: 1, 8)
-
-
-def test_once_assigned_no_stage_is_given_another_weight() -> None:
-    module, counts = Two(), (2, 2)
-    layers = layers_of(module)
-    x_0, y_0, z_0 = layers.repeatable
-    users = find_users(split_layers(layers, counts, [x_0]), module)
-    assert choose_held(layers, counts, [x_0, y_0, z_0], module, users) == [x_0]
-    module.lin_more.requires_grad_(False)  # it might be trained later
-    assert choose_held(layers, counts, [y_0], module, users) == []
-    users = find_users(split_layers(layers, counts, [x_0, y_0, z_0]), module)
-    assert choose_held(layers, counts, [x_0, y_0, z_0], module, users) == [x_0, y_0, z_0]
 
 
 class Odd(nn.Module):

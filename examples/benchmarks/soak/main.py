@@ -34,12 +34,9 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sharded", action="store_true", help="checkpoints as folders")
     options = parser.parse_args()
     epochs = 6 * options.kills + 10
     arguments = [f"--epochs={epochs}", f"--stages={options.stages}"]
-    if options.sharded:
-        arguments.append("--sharded")
     with tempfile.TemporaryDirectory() as folder:
         undisturbed, disturbed = Path(folder, "undisturbed"), Path(folder, "disturbed")
         for one in (undisturbed, disturbed):

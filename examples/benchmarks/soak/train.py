@@ -59,7 +59,6 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--sharded", action="store_true")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -69,7 +68,6 @@ def main() -> None:
     strategy: Any = GNNPipeStrategy(
         num_chunks=6,
         timeout=timedelta(seconds=20),
-        save_distributed_checkpoint=options.sharded,
     )
     trainer = L.Trainer(
         accelerator="cpu",

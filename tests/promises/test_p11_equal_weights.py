@@ -1,0 +1,97 @@
+"""P11: after each optimizer step all ranks hold equal bits: weights, buffers, optimizer states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch_geometric.data import Data
+
+from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, communities
+from tests.helpers.trainers import quiet_trainer
+
+D = 8
+
+
+class Net(nn.Module):
+    """Norms with running statistics; the first and the last layer share their weights."""
+
+    def __init__(self, encoder: nn.Linear) -> None:
+        super().__init__()
+        self.lin_in = encoder
+        self.convs = nn.ModuleList(gnn.GCNConv(D, D) for _ in range(4))
+        self.convs[-1] = self.convs[0]
+        self.norms = nn.ModuleList(nn.BatchNorm1d(D) for _ in self.convs)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.lin_in(x)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = F.dropout(norm(conv(x, edge_index)).relu(), 0.4, self.training)
+        return x
+
+
+class Module(L.LightningModule):
+    """Its encoder is used in the pipelined module as well as outside; its head is outside."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.lin_in = nn.Linear(NUM_FEATURES, D)
+        self.net = Net(self.lin_in)
+        self.head = nn.Linear(D, NUM_CLASSES)
+        self.folder = folder
+        self.states: list[list[Tensor]] = []
+
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        logits = self.head(self.net(data.x, data.edge_index) + self.lin_in(data.x))
+        return F.cross_entropy(logits, data.y)
+
+    def validation_step(self, data: Data, batch_idx: int) -> None:
+        self.net(data.x, data.edge_index)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.note()
+
+    def on_validation_end(self) -> None:
+        self.note()
+
+    def note(self) -> None:
+        state = self.optimizers().optimizer.state  # type: ignore[union-attr]
+        found = [*self.parameters(), *self.buffers()]
+        for parameter in self.parameters():
+            found += state.get(parameter, {}).values()
+        self.states.append([one.detach().clone() for one in found])
+
+    def on_train_end(self) -> None:
+        torch.save(self.states, self.folder / f"{self.global_rank}.pt")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize(("num_stages", "num_shards"), [(1, 2), (2, 1), (2, 2), (3, 1)])
+def test_p11_all_ranks_hold_equal_bits(num_stages: int, num_shards: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    num_ranks = num_stages * num_shards
+    trainer = quiet_trainer(
+        num_ranks,
+        {"num_chunks": 3, "graph_parallel": num_shards, "pipelined_module": "net"},
+        max_epochs=4,
+        gradient_clip_val=0.1,
+        num_sanity_val_steps=0,
+        accumulate_grad_batches=2,
+    )
+    loader = DataLoader([communities(3).data] * 2, batch_size=None)
+    trainer.fit(Module(tmp_path).double(), loader, loader)
+    first, *others = [torch.load(tmp_path / f"{rank}.pt") for rank in range(num_ranks)]
+    assert len(first) == 4 * (2 + 1)
+    assert not torch.equal(first[0][0], first[-1][0])
+    for states in others:
+        for expected, found in zip(first, states, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
