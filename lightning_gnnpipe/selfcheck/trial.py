@@ -115,7 +115,8 @@ class LiveContext(MessageContext):
     @property
     def num_given(self) -> int:
         """How many tensors chunks have given each other."""
-        sums = sum(one.num_given for one in self._moments.calls.values())
+        moments = self._moments.calls.values()
+        sums = sum(one.num_given for one in moments if isinstance(one, _LiveMoments))
         return sums + sum(map(len, self._given.values()))
 
     def exchange(
