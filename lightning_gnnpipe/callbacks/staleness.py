@@ -13,7 +13,7 @@ RefreshHow = Literal["exact", "snapshot"]
 
 
 class StalenessWarmup(PipeCallback):
-    """Trains the first epochs by the exact schedule, which also fills the histories.
+    """Trains the first epochs exactly, which also fills the histories.
 
     While weights change fast, stale rows are far from fresh ones. The first epoch is always exact.
 

@@ -4,7 +4,7 @@
 
 The same model with as many layers and chunks is trained on a graph of 20 nodes a chunk and 16
 channels: what a step takes there is Python's, Lightning's and torch's share of a step, none of it
-the kernels' work. The trace tells how much time lies between the actions of the schedule.
+the kernels' work. The trace tells how much time lies between the chunks.
 """
 
 from __future__ import annotations
