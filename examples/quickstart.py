@@ -243,7 +243,7 @@ def count_pipeline_bytes(
     linear map that makes x_0. With each gradient of a weight goes a number: whether there is one.
     """
     net, num_cuts = build_module(datamodule, options).net, options.stages - 1
-    encoder = net.lin_in.parameters() if is_repeated else ()
+    encoder = [p for n, p in net.named_parameters() if is_repeated and n.startswith("lin_in.")]
     num_tensors = 1 if is_repeated else 2
     return pipeline_bytes(
         num_nodes=datamodule.data.num_nodes,

@@ -102,7 +102,6 @@ def plan_pipeline(
         held = HeldTensors(
             pipelined,
             lambda one: cut_checked(pipelined, one, classify(one), options, is_cut=True),
-            lambda name, parameter: (parameter.shape, parameter.dtype),
             Matrices(),
         )
         with as_written(module), switched(pipelined, True):

@@ -26,7 +26,6 @@ from lightning_gnnpipe.stages import (
     find_users,
     solve_balance,
     split_layers,
-    tied_bytes,
 )
 
 _MANY_ROWS = 2**10  # enough to neglect the fixed bytes of a message
@@ -167,7 +166,7 @@ class LayoutForecaster:
                     num_layers=len(stage.segments),
                     num_parameters=sum(p.numel() for p in weights),
                     compute_s=sum(cost.compute_s for cost in costs),
-                    memory_bytes=TRAINED * bytes_of(weights)
+                    memory_bytes=TRAINED * bytes_of(measured.module.parameters())
                     + round(self._row_frac() * sum(cost.history_bytes for cost in costs))
                     + round(node_frac * self._activations(stage, costs)),
                 )
@@ -195,7 +194,7 @@ class LayoutForecaster:
             cut_bytes=[self._sent(stage, False) for stage in stages[:-1]],
             cut_grad_bytes=[self._sent(stage, True) for stage in stages[:-1]],
             link=measured.options.link,
-            weight_bytes=ring * max(own) + self._gradient_bytes(),
+            weight_bytes=(ring + len(stages) - 1) * max(own),
             output_bytes=measured.output_bytes,
             num_rounds=num_rounds(len(stages) * self._num_shards),
             loss_s=measured.loss_s,
@@ -266,9 +265,14 @@ class LayoutForecaster:
         return float(rows.max()) / self._measured.chunks.num_nodes
 
     def _gradient_bytes(self) -> int:
-        """Return the bytes of gradients of weights between stages, once for each shard."""
+        """Return the bytes of gradients of weights that stages receive, once for each shard.
+
+        All others receive those of one stage. A sum over stages, of weights in several, takes two
+        times as much.
+        """
         users, named = self._users, self._measured.module.named_parameters()
-        return 2 * sum(tied_bytes([p]) * (len(users[n]) - 1) for n, p in named if n in users)
+        own = sum(bytes_of([p]) * (1 + (len(users[n]) > 1)) for n, p in named if n in users)
+        return (len(self._stages) - 1) * own
 
     def _weights(self) -> list[list[nn.Parameter]]:
         """Return the parameters of each stage."""
