@@ -319,10 +319,12 @@ def test_edge_features_that_cross_a_cut_are_counted_by_edge() -> None:
     data.edge_attr = torch.rand(240, 2)
     plan = plan_of(module, data, num_stages=2)
     rows = 2 * NUM_NODES + NUM_NODES  # forth and back, and the outputs
-    weights = 2 * NUM_FEATURES + NUM_FEATURES  # of the encoder, which both stages run
-    assert plan.step_bytes == (rows * NUM_FEATURES + 2 * weights) * 4
+    own, tied = (  # with each gradient goes a number: whether it is there
+        sum(p.numel() + 1 for p in one.parameters()) for one in (module.convs, module.encoder)
+    )
+    assert plan.step_bytes == (rows * NUM_FEATURES + own + 2 * tied) * 4  # both run the encoder
     plan = plan_of(module, data, repeat_encoder=False, num_stages=2)
-    assert plan.step_bytes == (rows + 2 * 240) * NUM_FEATURES * 4
+    assert plan.step_bytes == ((rows + 2 * 240) * NUM_FEATURES + own + tied) * 4
     assert not module.training and not module.convs[0].training
 
 

@@ -37,6 +37,11 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(one.nbytes for one in tensors)
 
 
+def sent_bytes(weights: Iterable[Tensor]) -> int:
+    """Return the bytes of gradients of `weights`, each with a number for whether there is one."""
+    return sum(one.nbytes + one.element_size() for one in weights)
+
+
 @dataclass(frozen=True, slots=True)
 class ForecastOptions:
     """Settings of a forecast.
@@ -237,7 +242,7 @@ class LayoutForecaster:
             replicas_per_node=int(self._sizes.received.sum()) / num_nodes,
             num_nodes=num_nodes,
             row_bytes=sum(map(self._halo_row_bytes, measured.costs.layers)),
-            weight_bytes=bytes_of(measured.module.parameters()),
+            weight_bytes=sent_bytes(measured.module.parameters()),
             num_shards=self._num_shards,
         )
 
@@ -271,7 +276,7 @@ class LayoutForecaster:
         times as much.
         """
         users, named = self._users, self._measured.module.named_parameters()
-        own = sum(bytes_of([p]) * (1 + (len(users[n]) > 1)) for n, p in named if n in users)
+        own = sum(sent_bytes([p]) * (1 + (len(users[n]) > 1)) for n, p in named if n in users)
         return (len(self._stages) - 1) * own
 
     def _weights(self) -> list[list[nn.Parameter]]:
