@@ -36,7 +36,6 @@ from tests.helpers.alike import (
     on_features,
 )
 from tests.helpers.cases import slow
-from tests.helpers.record import as_held
 from tests.helpers.trainers import quiet_trainer, weights
 
 GRAPH = graph()
@@ -316,8 +315,8 @@ def test_on_two_ranks_it_trains_as_on_one(name: str, place: str) -> None:
 
 
 @pytest.mark.usefixtures("double")
-def test_a_table_is_on_the_stage_that_reads_it(tmp_path: Path) -> None:
-    """Rank 1 has no row of it, nor of its state; a checkpoint has all of both."""
+def test_a_table_is_whole_on_every_rank(tmp_path: Path) -> None:
+    """Each rank holds all rows of it; a checkpoint has them and their state."""
     torch.manual_seed(0)
     module = Watches(Table(), call)
     loader = DataLoader([graph()], batch_size=None)
@@ -332,15 +331,14 @@ def test_a_table_is_on_the_stage_that_reads_it(tmp_path: Path) -> None:
         state["exp_avg"].shape == (N, D) for state in saved["optimizer_states"][0]["state"].values()
     )
     rows = [(tmp_path / f"rows{rank}").read_text() for rank in range(2)]
-    assert rows == [str(N), "0"]
+    assert rows == [str(N), str(N)]
 
 
 class Watches(Fits):
     def on_train_batch_end(self, *_: Any) -> None:
         folder = Path(self.trainer.checkpoint_callback.dirpath)  # type: ignore
         rows = folder / f"rows{self.global_rank}"
-        with as_held(self.trainer):
-            rows.write_text(str(self.net.emb.weight.data.size(0)))
+        rows.write_text(str(self.net.emb.weight.size(0)))
 
 
 def train(
@@ -412,7 +410,6 @@ def test_changes_from_outside_count(name: str) -> None:
 
 @pytest.mark.usefixtures("double")
 def test_a_table_that_another_stage_holds_is_thawed() -> None:
-    """The new trace is the same on the rank that has no row of it."""
     kind = changing(lambda net, epoch: net.emb.weight.requires_grad_(epoch > 0))
     both = train(kind, Table, num_chunks=1, num_stages=2)
     assert difference(both, train(kind, Table, num_chunks=0)) < 1e-9
