@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import logging
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch_geometric import nn as gnn
 
-from lightning_gnnpipe import FullGraphDataModule
 from lightning_gnnpipe.comm import groups as wire
-from lightning_gnnpipe.models import NodeClassifier
 from tests.helpers.batches import draw_batch
 from tests.helpers.observed import (
-    NUM_CLASSES,
     NUM_FEATURES,
     WIDTH,
     make_data,
@@ -120,7 +114,7 @@ CASES: dict[str, tuple[Callable[[], None], str, list[Callable[[], None]]]] = {
     "The last step failed midway": (
         lambda: fit_nodes(before_steps(spoil)),
         ", or its loss or gradients were not finite",
-        [fit_nodes],  # with validation after every epoch nothing is told
+        [fit_nodes],
     ),
     "The module runs in a new mode": (
         lambda: fit_nodes(before_steps(freeze), strategy=CONSTANT),
@@ -152,68 +146,6 @@ def test_a_fallback_is_told_once(words: str, caplog: Logs) -> None:
     for other in quiet:
         other()
         assert told(caplog) == []
-
-
-class OtherGraph(FullGraphDataModule):
-    """Validates on other features."""
-
-    def val_dataloader(self) -> Any:
-        other = self.data.clone()
-        other.x = other.x + 1
-        return FullGraphDataModule(other).val_dataloader()
-
-
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize(
-    ("why", "options", "norm"),
-    [
-        ("No validation has run just before", {"limit_val_batches": 0}, None),
-        ("No validation has run just before", {"check_val_every_n_epoch": 2}, None),
-        ("'norms.0' normalises over all nodes", {}, "BatchNorm"),
-        ("Validation may run with averages", {"callbacks": [EMAWeightAveraging(decay=0.5)]}, None),
-        ("Validation is given other inputs", {"data": OtherGraph(make_data().data)}, None),
-    ],
-)
-def test_without_rows_of_validation_it_is_told_why(
-    why: str, options: dict[str, Any], norm: Any, caplog: Logs
-) -> None:
-    module = make_module()
-    if norm:
-        net = gnn.models.GCN(NUM_FEATURES, WIDTH, 3, NUM_CLASSES, norm=norm)
-        module = NodeClassifier(net, NUM_CLASSES)
-    options = dict(options)
-    callbacks, data = options.pop("callbacks", []), options.pop("data", make_data())
-    fit(copy.deepcopy(module), data, *callbacks, **options)
-    [text] = told(caplog)
-    assert text.startswith(why)
-    assert ": from stale rows of validation to stale rows of the last step." in text
-    fit(module, data, *callbacks, strategy=CONSTANT, **options)  # the remedy
-    assert told(caplog) == []
-
-
-def test_shards_that_do_not_wait(tmp_path: Path) -> None:
-    log, handler = logging.getLogger("lightning_gnnpipe"), logging.FileHandler(tmp_path / "log")
-    log.addHandler(handler)
-    try:
-        strategy = {"graph_parallel": 2, "async_halo": True}
-        fit_nodes(devices=2, strategy=strategy)
-    finally:
-        log.removeHandler(handler)
-        handler.close()
-    assert (tmp_path / "log").read_text().count("With async_halo shards do not wait") == 1
-
-
-def test_a_graph_that_changes(caplog: Logs) -> None:
-    class Two(FullGraphDataModule):
-        def train_dataloader(self) -> Any:
-            other = self.data.clone()
-            other.edge_index = other.edge_index.flip(0)
-            return torch.utils.data.DataLoader([self.data, other], batch_size=None)
-
-    fit(make_module(), Two(make_data().data), limit_val_batches=0)
-    text, *_ = told(caplog)
-    assert text.startswith("'edge_index' of the pipelined module changed")
-    assert "NeighborLoader" in text
 
 
 def test_ranks_on_one_gpu(monkeypatch: Any, caplog: Logs) -> None:

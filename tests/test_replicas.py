@@ -261,36 +261,6 @@ def test_p3_dropout_differs_between_replicas_and_not_with_stages(tmp_path: Path)
     torch.testing.assert_close(one.steps[0].outputs, run(1, 1).steps[0].outputs)
 
 
-class Optional(nn.Module):
-    """Uses other weights where a batch has something more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList([gnn.SAGEConv(NUM_FEATURES, WIDTH), gnn.SAGEConv(WIDTH, 2)])
-        self.more = nn.Linear(1, NUM_FEATURES)
-
-    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, extra: Any = None) -> Tensor:
-        x = x if extra is None else x + self.more(extra)
-        return self.convs[1](self.convs[0](x, edge_index).relu(), edge_index)
-
-
-class OptionalModule(GraphModule):
-    """Gives more to the module from the third step on."""
-
-    def __init__(self) -> None:
-        super().__init__(net=Optional())
-
-    def training_step(self, data: Batch, batch_idx: int) -> Tensor:
-        extra = data.x[:, :1] if batch_idx > 1 else None
-        return self.net(data.x, data.edge_index, data.batch, extra=extra).square().mean()
-
-
-def test_a_batch_that_needs_other_weights_is_refused() -> None:
-    loader = DataLoader(draw_batch(SIZES).to_data_list(), batch_size=2)
-    with pytest.raises(Exception, match="every batch to use the same weights in the same stages"):
-        make_trainer(2).fit(OptionalModule(), loader)
-
-
 class Predicts(GraphModule):
     """Writes what its replica has predicted."""
 

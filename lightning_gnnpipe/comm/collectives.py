@@ -66,7 +66,7 @@ class Collectives:
             self.meter[kind] += tensor.nbytes
 
     def broadcast_all(self, tensors: Iterable[Tensor], source: int) -> None:
-        """Overwrite `tensors` with those of rank `source`, in one message for each dtype."""
+        """Overwrite `tensors` by the tensors of rank `source`, in one message for each dtype."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for one in tensors if self.has_others else ():
             by_dtype.setdefault(one.dtype, []).append(one)
@@ -75,7 +75,7 @@ class Collectives:
             self.broadcast(flat, source, "control")
             parts = torch.split(flat, [one.numel() for one in several])
             for one, part in zip(several, parts, strict=True):
-                if self.world.rank != source:  # autograd may have saved those of the source
+                if self.world.rank != source:  # autograd may have saved the source's
                     one.detach().copy_(part.view_as(one))
 
     def all_reduce(self, tensor: Tensor, kind: TrafficKind) -> None:

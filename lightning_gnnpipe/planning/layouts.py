@@ -272,8 +272,8 @@ class LayoutForecaster:
     def _gradient_bytes(self) -> int:
         """Return the bytes of gradients of weights that stages receive, once for each shard.
 
-        All others receive those of one stage. A sum over stages, of weights in several, takes two
-        times as much.
+        All stages receive the gradients of each. A sum over stages, of weights in several, takes
+        two times as much.
         """
         users, named = self._users, self._measured.module.named_parameters()
         own = sum(sent_bytes([p]) * (1 + (len(users[n]) > 1)) for n, p in named if n in users)

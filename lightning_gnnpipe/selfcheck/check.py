@@ -206,7 +206,7 @@ class _Chunks:
         return {name: run.rows(name) for name in self._segment_of}
 
     def compare_gradients(self, run: Run, exact: Gradients) -> None:
-        """Compare the gradients of weights, last layers first, then those of the inputs."""
+        """Compare the gradients of weights, last layers first, then of the inputs."""
         layers, weights = self._layers, _trained(self._module)
         ours = run.gradients(flatten(self._output(run)), weights, self._call.leaves)
         pairs = list(zip(ours, exact, strict=True))

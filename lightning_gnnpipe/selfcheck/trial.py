@@ -71,7 +71,7 @@ class Run:
     def gradients(
         self, roots: Sequence[Tensor], weights: Sequence[Tensor], leaves: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Return the gradients of `weights`, then of those of the call's `leaves` that need one."""
+        """Return the gradients of `weights`, then of the call's `leaves` that need one."""
         parts = [t for one in self._leaves for t in one.values() if isinstance(t, Tensor)]
         parts = [part for part in parts if part.requires_grad]
         slots = [slot for slot, leaf in enumerate(leaves) if leaf.requires_grad]

@@ -1,4 +1,4 @@
-"""Gradients on all ranks: a stage computes those of its layers, and every rank updates all weights.
+"""Gradients on all ranks: a stage computes its layers', and every rank updates all weights.
 
 Gradients of what all ranks compute alike, the head and outer modules, come from the first rank, so
 that ranks cannot drift apart.
@@ -21,8 +21,8 @@ Named = Sequence[tuple[str, nn.Parameter]]
 class GradientSums:
     """Gradients of one backward phase of the weights that stages use, on all ranks of a replica.
 
-    `users`: the stages of each weight. One stage sends the gradients of its own weights to the
-    others; gradients of weights in several stages are summed. Shards sum theirs before. Gradients
+    `users`: the stages of each weight. One stage sends the gradients of its own weights to all
+    stages; gradients of weights in several stages are summed. Shards sum theirs before. Gradients
     that are there before the phase are equal on all ranks, and no part of sums.
     """
 

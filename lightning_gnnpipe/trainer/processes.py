@@ -1,7 +1,7 @@
 """The processes of a run: launching, ranks, collectives, failures.
 
 Lightning's launchers start the ranks. A rank that fails says why, at once and by itself, since
-Lightning, torch and torchrun kill the others soon after one has ended.
+Lightning, torch and torchrun kill all ranks soon after one has ended.
 
 
 Decisions such as stopping or saving are taken by all ranks together.
@@ -230,7 +230,7 @@ class Processes:
         return result
 
     def fail(self, exception: BaseException) -> None:
-        """Say why this rank ends, tell the others, and end the processes that it started."""
+        """Say why this rank ends, tell the remaining ranks, and end the processes that it started."""
         launcher: Any = self._strategy.launcher
         if self.has_workers:  # of which one has failed, or the user stops them
             launcher.kill(signal.SIGKILL)

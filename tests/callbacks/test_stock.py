@@ -116,8 +116,11 @@ def test_all_at_once(tmp_path: Path) -> None:
     assert_same(ours, plain)
 
 
-def test_pruning_is_refused() -> None:
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_pruning_prunes_the_layers_of_all_stages(num_stages: int) -> None:
+    module = Realistic()
     pruning = stock.ModelPruning("l1_unstructured", amount=0.3)
-    with pytest.raises(Exception, match=r"keep the parameters.*ModelPruning"):
-        make_trainer(2, 1, pruning).fit(Realistic(), datamodule=datamodule())
-    make_trainer(1, 2, pruning).fit(Realistic(), datamodule=datamodule())
+    make_trainer(num_stages, 2, pruning).fit(module, datamodule=datamodule())
+    weights = [p for p in module.net.parameters() if p.dim() == 2]
+    zeros = sum(int((p == 0).sum()) for p in weights) / sum(p.numel() for p in weights)
+    assert 0.2 < zeros < 0.7

@@ -15,7 +15,7 @@ from torch.autograd import grad
 
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import tensors_in
-from lightning_gnnpipe.steps.gradient_sums import flatten
+from lightning_gnnpipe.steps.gradient_sums import _flatten
 from tests.helpers.engines import one_process_engine
 
 N, D = 23, 6
@@ -187,7 +187,7 @@ def test_sparse_gradients_of_several_ranks_are_refused() -> None:
     weight = nn.Parameter(torch.randn(3, D))
     weight.grad = torch.ones(3, D).to_sparse(1)
     with pytest.raises(UnsupportedError, match=r"a sparse gradient of 'w'.*sparse=False"):
-        flatten([("w", weight)])
+        _flatten([("w", weight)])
 
 
 class Hooked(nn.Module):

@@ -59,8 +59,9 @@ def test_quickstart_trains_twice_prints_the_table_and_draws_the_timeline(tmp_pat
         assert float(accuracy.rstrip("%")) > 80
     assert all(float(seconds) > 0 for seconds in cells(text, "seconds an epoch"))
     measured, formula = (cells(text, f"bytes an epoch, {how}") for how in ("measured", "formula"))
-    encoder = 64 * 16 + 16  # weights of what both stages compute from the features
-    expected = 2 * 1797 * 16 * 4 + 1797 * 10 * 4 + 2 * encoder * 4
+    encoder = 64 * 16 + 16 + 2  # what both stages compute, with a number for each of two weights
+    others = 6 * (16 * 16 + 1) + 16 * 10 + 10 + 2
+    expected = 2 * 1797 * 16 * 4 + 1797 * 10 * 4 + (2 * encoder + others) * 4
     assert measured == formula == ["0", f"{expected:,}"]
     assert cells(text, "graph parallel, 2 METIS parts")[1] != "0"
     assert cells(text, "(S - 1) / (K + S - 1)")[1] == "11.1%"

@@ -104,7 +104,7 @@ Step._send = failing_in_phase("send", Step._send)
 Step._receive = failing_in_phase("receive", Step._receive)
 sidecar.write_stage = failing("save", sidecar.write_stage)
 Transport.exchange = failing("exchange", Transport.exchange)
-Transport.start_sum = failing("average", Transport.start_sum)
+Transport.sum_over_shards = failing("average", Transport.sum_over_shards)
 transport.make_mesh = failing("mesh", transport.make_mesh)
 
 

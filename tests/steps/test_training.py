@@ -129,10 +129,10 @@ def test_after_a_pass_that_failed_the_next_one_is_exact(
 def test_what_one_rank_has_lost_all_of_them_have(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = after_three("drift")
 
-    def with_another(what: str, numbers: list[int]) -> tuple[list[str], list[list[int]]]:
-        return [what, what], [numbers, [*numbers[:4], 1, *numbers[5:]]]
+    def with_another(what: str, numbers: list[int]) -> list[list[int]]:
+        return [numbers, [*numbers[:4], 1, *numbers[5:]]]
 
-    monkeypatch.setattr(steps.engine.transport.everyone, "gather", with_another)
+    monkeypatch.setattr(steps.engine.transport.everyone, "meet", with_another)
     steps.run()
     assert steps.is_exact
 
