@@ -230,7 +230,7 @@ class Processes:
         return result
 
     def fail(self, exception: BaseException) -> None:
-        """Say why this rank ends, tell the remaining ranks, and end the processes that it started."""
+        """Say why this rank ends, tell the remaining ranks, and end the processes it started."""
         launcher: Any = self._strategy.launcher
         if self.has_workers:  # of which one has failed, or the user stops them
             launcher.kill(signal.SIGKILL)
