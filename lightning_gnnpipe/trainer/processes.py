@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import random
 import signal
 import sys
 import time
@@ -260,7 +261,10 @@ class ForkLauncher(_compat.MultiProcessingLauncher):
     """Lightning's launcher, whose workers tell each other why they fail."""
 
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        state = random.getstate()
+
         def work(*args: Any, **kwargs: Any) -> Any:
+            random.setstate(state)  # Python seeds it anew after a fork, differently on each rank
             try:
                 return function(*args, **kwargs)
             except BaseException as error:
