@@ -70,14 +70,21 @@ def gradients(roots: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[Tensor 
     needed = [tensor for tensor in wanted if tensor.requires_grad]
     if not ends or not needed:
         return [None] * len(wanted)
-    given = [
-        torch.arange(end.numel(), dtype=torch.float64, device=end.device).cos().to(end.dtype)
-        for end in ends
-    ]
-    given = [numbers.view(end.shape) for numbers, end in zip(given, ends, strict=True)]
-    found = torch.autograd.grad(ends, needed, given, allow_unused=True)
+    found = torch.autograd.grad(ends, needed, list(map(_given, ends)), allow_unused=True)
     by_tensor = dict(zip(map(id, needed), found, strict=True))
     return [by_tensor.get(id(tensor)) for tensor in wanted]
+
+
+def _given(end: Tensor) -> Tensor:
+    """Return numbers shaped like `end` that differ in each element, and on average in each chunk.
+
+    Chunks hold the nodes in turn (`NUM_CHUNKS`). A mean over the nodes of one then differs from the
+    mean over all nodes.
+    """
+    numbers = torch.arange(end.numel(), dtype=torch.float64, device=end.device).view(end.shape)
+    width = max(end[:1].numel(), 1) if end.dim() else 1
+    nodes = numbers.div(width, rounding_mode="floor")
+    return (numbers.cos() + 2 * (2 * torch.pi / 3 * nodes).cos()).to(end.dtype)
 
 
 def check_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:
