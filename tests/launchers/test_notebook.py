@@ -37,7 +37,7 @@ def test_the_example_runs_cell_by_cell(tmp_path: Path) -> None:
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     assert [cell for cell in cells if cell.get("outputs")] == []
     text = run_script(tmp_path, INTERACTIVE + CELLS, NOTEBOOK, NOTEBOOK.parent).text
-    assert "all cells have run" in text and "Verdict: would be pipelined" in text
+    assert "all cells have run" in text and "Fastest: Trainer(" in text
 
 
 HABITS = {
