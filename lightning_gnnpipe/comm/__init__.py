@@ -14,5 +14,6 @@ from lightning_gnnpipe.comm.groups import (
     abandon_groups,
     choose_wire,
     end_groups_at_exit,
+    restart_store,
 )
 from lightning_gnnpipe.comm.transport import Label, Transport

@@ -16,7 +16,8 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_gnnpipe.errors import Fallbacks
 
@@ -186,6 +187,21 @@ def _end_groups() -> None:
 
 def _is_ours() -> bool:
     return any(one() is dist.group.WORLD for one in _made)
+
+
+def restart_store(address: str, port: int, timeout: timedelta) -> Store | None:
+    """Return a store for this restart of torchrun; None if no new store is needed.
+
+    With its static rendezvous torchrun keeps one store over restarts. It still holds the addresses
+    of ranks that have ended, and new ranks would wait for them. Only on one node, because torchrun
+    counts restarts per node; on several, ``--rdzv-backend=c10d`` creates a new store for each.
+    """
+    world_size = os.environ.get("WORLD_SIZE", "")
+    is_one_node = world_size == os.environ.get("LOCAL_WORLD_SIZE")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not is_one_node:
+        return None
+    store = TCPStore(address, port, int(world_size), is_master=False, timeout=timeout)
+    return PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def choose_wire(device: torch.device, backend: str) -> torch.device:

@@ -38,6 +38,7 @@ from lightning_gnnpipe.comm import (
     choose_wire,
     end_groups_at_exit,
     is_communication_error,
+    restart_store,
 )
 from lightning_gnnpipe.errors import ConfigError, PeerError
 from lightning_gnnpipe.options import StrategyOptions
@@ -173,8 +174,9 @@ class Processes:
         backend = self._backend or (GPU_BACKEND if default == "nccl" else default)
         # Processes start at their own pace, so the first rendezvous may take longer than a message.
         timeout = max(self._options.timeout, _LEAST_START_TIMEOUT)
+        store = restart_store(environment.main_address, environment.main_port, timeout)
         is_new = not dist.is_initialized()
-        _compat.init_dist_connection(environment, backend, timeout=timeout)
+        _compat.init_dist_connection(environment, backend, timeout=timeout, store=store)
         end_groups_at_exit(is_new=is_new)
         if is_new:
             self._transport = None  # its groups have ended

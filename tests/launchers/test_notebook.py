@@ -27,7 +27,6 @@ for cell in json.loads(pathlib.Path(sys.argv[1]).read_text())["cells"]:
     if cell["cell_type"] == "code":
         exec("".join(cell["source"]).replace("max_epochs=50", "max_epochs=8"), names)
 trainer, logits = names["trainer"], names["logits"]
-assert names["would_train"]
 assert trainer.num_devices == 2 and logits.shape == (1797, 10)
 print("all cells have run")
 """
