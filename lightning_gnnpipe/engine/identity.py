@@ -30,6 +30,7 @@ _LIBRARIES = ("torch.", "torch_geometric.", "torchmetrics.")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, type(None))
+_PLAIN_TYPES = frozenset(_PLAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,7 @@ class _LayerOptions:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._modules, self._parts = list[nn.Module](), list[nn.Module]()
         self._values: list[Any] | None = None
         self._number = 0
 
@@ -188,22 +190,25 @@ class _LayerOptions:
         self._values = self._present()
 
     def _present(self) -> list[Any]:
-        return [
-            (name, tuple(value) if isinstance(value, list) else value)
-            for part in self._module.modules()
-            if not is_traced_through(part)
-            for name, value in vars(part).items()
-            if _is_plain(value) and name not in _OF_TORCH and not _is_rate(part, name)
-        ]
+        """Return the names and values, in the order of `modules()`."""
+        found = list[Any]()
+        for part in self._untraced():
+            is_dropout = "Dropout" in type(part).__name__
+            for name, value in vars(part).items():
+                if name in _OF_TORCH or name == "dropout" or (is_dropout and name == "p"):
+                    continue
+                if isinstance(value, _PLAIN):
+                    found.append((name, value))
+                elif isinstance(value, list | tuple) and _PLAIN_TYPES.issuperset(map(type, value)):
+                    found.append((name, tuple(value)))
+        return found
 
-
-def _is_plain(value: Any) -> bool:
-    parts = value if isinstance(value, list | tuple) else (value,)
-    return all(isinstance(one, _PLAIN) for one in parts)
-
-
-def _is_rate(part: nn.Module, name: str) -> bool:
-    return name == "dropout" or (name == "p" and "Dropout" in type(part).__name__)
+    def _untraced(self) -> list[nn.Module]:
+        modules = list(self._module.modules())
+        if modules != self._modules:  # by identity: a layer was replaced
+            self._modules = modules
+            self._parts = [part for part in modules if not is_traced_through(part)]
+        return self._parts
 
 
 class _ModuleTensors:
