@@ -15,6 +15,10 @@ from lightning_gnnpipe.planning import PipelinePlan
 from lightning_gnnpipe.strategy import GNNPipeStrategy
 
 REQUIREMENT = "jsonargparse[signatures]>=4.27.7"
+_USAGE = """usage: gnnpipe plan --config run.yaml [options]
+       gnnpipe plan --help
+       gnnpipe --version
+"""
 _OPTIONS = {
     "num_devices": (int, "Plan the best layout of this many devices, not the Trainer's."),
     "link_gbit": (float, "Link speed of each device, in Gbit/s each way; default 10."),
@@ -91,9 +95,13 @@ def main() -> int:
     if command == "--version":
         sys.stdout.write(f"gnnpipe {lightning_gnnpipe.__version__}\n")
         return 0
+    if command in ("--help", "-h"):
+        sys.stdout.write(_USAGE)
+        return 0
     if command != "plan":
         fact, remedy = _REFUSED.get(command, ("is not a command", "Run `gnnpipe plan --help`."))
-        sys.stderr.write(f"gnnpipe: '{command}' {fact}. {remedy.format(command)}\n")
+        text = f"gnnpipe: '{command}' {fact}. {remedy.format(command)}\n"
+        sys.stderr.write(text if command else _USAGE)
         return 2
     del sys.argv[1]
     sys.path.insert(0, os.getcwd())  # configs name classes in the user's files

@@ -93,7 +93,8 @@ def test_a_config_is_planned(gnnpipe: Commands) -> None:
         ("fit", "'fit' is not a command of gnnpipe, which plans and trains nothing. Write these"),
         ("predict", "run `python FILE predict --config run.yaml`"),
         ("check", "'check' was removed. Write print(GNNPipeStrategy().plan(module, loader))"),
-        ("", "'' is not a command. Run `gnnpipe plan --help`."),
+        ("train", "'train' is not a command. Run `gnnpipe plan --help`."),
+        ("", "usage: gnnpipe plan --config run.yaml"),
     ],
 )
 def test_other_commands_are_refused(gnnpipe: Commands, command: str, text: str) -> None:
@@ -103,6 +104,7 @@ def test_other_commands_are_refused(gnnpipe: Commands, command: str, text: str) 
 
 def test_versions_and_options_are_shown_and_a_missing_package_named(gnnpipe: Commands) -> None:
     assert gnnpipe.shows("--version") == f"gnnpipe {lightning_gnnpipe.__version__}\n"
+    assert "usage: gnnpipe plan" in gnnpipe.shows("--help")
     assert "--memory_gib" in gnnpipe.shows("plan", "--help")
     gnnpipe.monkeypatch.setattr(cli, "REQUIREMENT", "no-such-package-at-all")
     status, _, printed = gnnpipe("plan", "--config=own_net.yaml")
