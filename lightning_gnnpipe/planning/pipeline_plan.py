@@ -178,7 +178,7 @@ class PipelinePlan:
             f"{self.num_nodes:,} nodes, {self.num_edges:,} edges in {len(rows)} chunks of "
             f"{min(rows):,} to {max(rows):,} nodes, which read {halo:,} of other chunks; "
             f"{self.edge_cut_frac:.1%} of the edges are between chunks",
-            f"{len(self.layer_names)} layers in {len(self.stages)} stage{'s'[: len(self.stages) - 1]}",
+            f"Layers in stages: {len(self.layer_names)} in {len(self.stages)}",
         ]
         for number, stage in enumerate(self.stages):
             names = self.layer_names[stage.first_layer :][: stage.num_layers]
