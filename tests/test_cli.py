@@ -77,7 +77,7 @@ def test_the_documented_script_trains_and_tests_by_one_config(tmp_path: Path) ->
 
 def test_a_config_is_planned(gnnpipe: Commands) -> None:
     printed = gnnpipe.shows("plan", "--config=own_net.yaml", "--link_gbit=1")
-    for text in ("398 nodes", "8 layers in 2 stages", "of 1 Gbit/s", "one device, 1 chunk"):
+    for text in ("398 nodes", "8 in 2", "of 1 Gbit/s", "one device, 1 chunk"):
         assert text in printed
     assert "[pipeline, 2 stages, 8 chunks]" in printed and "Fastest: " in printed
     printed = gnnpipe.shows("plan", "--config=own_net.yaml", "--num_devices=4", "--memory_gib=1e-6")
