@@ -26,7 +26,7 @@ _OPTIONS = {
     "memory_gib": (float, "Memory of a device, in GiB, that a layout must fit into."),
 }
 _TRAINS = (
-    "is not a command of gnnpipe, which plans and trains nothing",
+    "is not a command of gnnpipe, which only plans",
     "Write these lines to a file of your own and run `python FILE {0} --config run.yaml`:\n"
     "  import lightning_gnnpipe.models\n"
     "  from lightning.pytorch.cli import LightningCLI\n"
@@ -60,7 +60,7 @@ def plan() -> PipelinePlan:
         raise ConfigError(
             expected=f"the package '{REQUIREMENT}' to be installed",
             found="no such package",
-            remedy='Run `pip install "lightning-gnnpipe[cli]"`.',
+            remedy='Run `pip install ".[cli]"` in the folder of this package.',
         )
     cli = PlanCLI(
         run=False,

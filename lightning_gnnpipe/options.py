@@ -156,7 +156,7 @@ class StrategyOptions:
                 "Use more stages or more replicas.",
             )
         if self.for_graphs:
-            why = "in batches of graphs, no graph is cut into chunks and no row is stale"
+            why = "in batches of graphs, no graph is cut into chunks and nothing is stale"
             use = f"leave out {self.for_graphs}"
             self._refuse_given((*_OF_CHUNKS, *_OF_ROWS), self.for_graphs, why, use)
         if self.graph_parallel == 1:
@@ -199,12 +199,12 @@ class StrategyOptions:
 
     @property
     def messages(self) -> MessageOptions:
-        """How ranks send rows to each other."""
+        """How ranks send activations to each other."""
         return MessageOptions(self.halo_codec, self.cut_codec, self.async_halo)
 
     @property
     def method(self) -> StalenessMethod:
-        """How stale rows and gradients between chunks are handled."""
+        """How stale embeddings and gradients between chunks are handled."""
         return METHODS[self.staleness]
 
     @property

@@ -52,39 +52,39 @@ class GNNPipeStrategy(LightningStrategy):
     Args:
         num_stages: Stages, S. "auto": one for each device that no other option uses.
         graph_parallel: Shards of the graph, G. Each stage has G processes, which split every chunk
-            and exchange the rows of neighbours. With one stage this is plain graph parallelism.
+            and exchange activations of boundary nodes. With one stage this is graph parallelism.
             `gnnpipe plan` says which S and G are best for a number of devices.
         data_parallel: Replicas of the pipeline, R, for batches of graphs. They train on different
             batches and average their gradients, as in DDP. There are R x S x G processes.
         num_chunks: Chunks of the graph, K, at most the number of nodes. "auto": 4 per stage. With 1
-            nothing overlaps and no row is stale. Of a batch of many graphs: micro-batches, at most
+            nothing overlaps and nothing is stale. Of a batch of many graphs: micro-batches, at most
             the number of graphs with nodes.
         partition: Assigns nodes to chunks: "metis", "random", "contiguous", or an integer tensor
             `[num_nodes]` with the chunk of each node.
         cross_chunk_edges: "keep" is the method of the paper. "drop" trains without the edges
             between chunks, in warm-up epochs as well: nothing is stale, and only norms over all
             nodes keep histories. Validation, test and predict use all edges.
-        staleness: How to handle rows of neighbours that have not run in this step. "drift": read
-            the last ones as constants, moved by the mean change of the rows that have run. After a
-            validation with the same weights, its rows are used. In layers with attention or other
-            messages that are not a weighted sum, and in all layers if more than 70 % of the edges
-            lie between chunks, gradients of fresh rows of other chunks count twice, because stale
-            rows get none. "constant": the last ones, as constants. "gnnpipe": the paper's recipe, a
-            snapshot renewed every 23 steps, with gradients of fresh rows of other chunks twice.
+        staleness: How to handle embeddings of neighbours that have not run in this step. "drift":
+            those of the last step as constants, moved by the mean change of the embeddings that
+            have run. In layers with attention or other messages that are not a weighted sum, and in
+            all layers if more than 70 % of the edges lie between chunks, gradients of fresh
+            embeddings of other chunks count twice, because stale ones get none. "constant": those
+            of the last step, as constants. "gnnpipe": the paper's recipe, a snapshot renewed every
+            23 steps, with gradients of fresh embeddings of other chunks twice.
         pipelined_module: Name of the submodule to pipeline, or of a method such as "net.encode".
             None: the smallest submodule that holds all message passing.
         balance: Assigns layers to stages: "measured" (by a few timed passes), "uniform", or the
             number of layers of each stage.
-        halo_codec: Encodes rows, and their gradients, that shards send each other in pipelined
-            steps: "fp32" (unchanged), "bf16" (rounded), "int8" or "int1" (8 or 1 bits per value,
-            rounded at random without bias). A pair: rows, gradients.
+        halo_codec: Encodes activations, and their gradients, that shards send each other in
+            pipelined steps: "fp32" (unchanged), "bf16" (rounded), "int8" or "int1" (8 or 1 bits per
+            value, rounded at random without bias). A pair: activations, gradients.
         cut_codec: The same for what stages send each other.
-        async_halo: Use the rows and gradients of other shards of one epoch ago, while the present
-            ones travel (PipeGCN, Sylvie-A).
-        repeat_encoder: Let stages compute again what an encoder makes of the batch row by row, such
-            as GCNII's X_0, instead of receiving it. True: wherever that is possible. "auto": where
-            it sends fewer bytes and uses at most 128 weights for each byte of a row. Not for
-            batches of many graphs.
+        async_halo: Use activations and gradients of other shards of one epoch ago, while the
+            present ones travel (PipeGCN, Sylvie-A).
+        repeat_encoder: Let stages compute again what an encoder makes of the batch node by node,
+            such as GCNII's X_0, instead of receiving it. True: wherever that is possible. "auto":
+            where it sends fewer bytes and uses at most 128 weights for each byte of a node's value.
+            Not for batches of many graphs.
         recompute: Recompute activations in backward instead of keeping them: less memory, more
             time, the same numbers, dropout included.
         history_dtype: Dtype of histories, such as `torch.bfloat16`. None: as computed.

@@ -90,7 +90,7 @@ def test_a_config_is_planned(gnnpipe: Commands) -> None:
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        ("fit", "'fit' is not a command of gnnpipe, which plans and trains nothing. Write these"),
+        ("fit", "'fit' is not a command of gnnpipe, which only plans. Write these"),
         ("predict", "run `python FILE predict --config run.yaml`"),
         ("check", "'check' was removed. Write print(GNNPipeStrategy().plan(module, loader))"),
         ("train", "'train' is not a command. Run `gnnpipe plan --help`."),
@@ -109,7 +109,7 @@ def test_versions_and_options_are_shown_and_a_missing_package_named(gnnpipe: Com
     gnnpipe.monkeypatch.setattr(cli, "REQUIREMENT", "no-such-package-at-all")
     status, _, printed = gnnpipe("plan", "--config=own_net.yaml")
     assert status == 1 and "'no-such-package-at-all' to be installed" in printed
-    assert 'pip install "lightning-gnnpipe[cli]"' in printed
+    assert 'pip install ".[cli]"' in printed
 
 
 @pytest.mark.parametrize("config", ["cora.yaml", "digits.yaml", "own_net.yaml"])

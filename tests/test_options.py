@@ -124,7 +124,7 @@ def test_what_is_idle_with_one_chunk_is_named(caplog: pytest.LogCaptureFixture) 
     ("callback", "options", "text"),
     [
         (BoundedStaleness(2), {}, "async_halo=True with BoundedStaleness"),
-        (EmbeddingRefresh(2), {"data_parallel": 2}, "stale rows .* data_parallel=2"),
+        (EmbeddingRefresh(2), {"data_parallel": 2}, "stale embeddings .* data_parallel=2"),
     ],
 )
 def test_an_idle_callback_is_refused(callback: L.Callback, options: Options, text: str) -> None:

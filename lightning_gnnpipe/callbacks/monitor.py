@@ -17,10 +17,10 @@ _MIB = 2**20
 class StalenessMonitor(PipeCallback):
     """Logs how stale the reads of an epoch were.
 
-    Keys: `history/stale_frac` (share of halo rows from an earlier epoch), `history/age_epochs`
-    (their mean age), `history/drift` and `history/drift/layer_<i>` (|H_stale - H_fresh| /
-    |H_fresh| over the rows that the epoch rewrote, dropout included). The drift costs one more read
-    of every history.
+    Keys: `history/stale_frac` (share of neighbours read from an earlier epoch),
+    `history/age_epochs` (their mean age), `history/drift` and `history/drift/layer_<i>`
+    (|H_stale - H_fresh| / |H_fresh| over the embeddings that the epoch rewrote, dropout included).
+    The drift costs one more read of every history.
 
     Args:
         every_n_epochs: Measure and log the last of every n epochs.

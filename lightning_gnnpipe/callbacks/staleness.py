@@ -1,4 +1,4 @@
-"""Callbacks that control staleness: exact epochs, synchronous epochs, refreshed rows."""
+"""Callbacks that control staleness: exact epochs, synchronous epochs, refreshed embeddings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ RefreshHow = Literal["exact", "snapshot"]
 class StalenessWarmup(PipeCallback):
     """Trains the first epochs exactly, which also fills the histories.
 
-    While weights change fast, stale rows are far from fresh ones. The first epoch is always exact.
+    While weights change fast, stale embeddings are far from fresh ones. The first epoch is always
+    exact.
 
     Args:
         num_epochs: Exact epochs, counted from epoch 0.
@@ -41,7 +42,8 @@ class StalenessWarmup(PipeCallback):
 class BoundedStaleness(PipeCallback):
     """Makes every n-th epoch of asynchronous halo exchange synchronous.
 
-    Needs `GNNPipeStrategy(async_halo=True)`. All halo rows are then fresh once in n epochs.
+    Needs `GNNPipeStrategy(async_halo=True)`. Embeddings of other shards are then fresh once in
+    n epochs.
 
     Source: Sylvie (arXiv 2303.01277), Bounded Staleness Adaptor.
 
@@ -95,7 +97,7 @@ class EmbeddingRefresh(PipeCallback):
 
     Raises:
         ConfigError: If `every_n_epochs` is not a positive integer, or `how` is invalid; once it is
-            used, if the strategy has no stale rows.
+            used, if no embeddings of the strategy are ever stale.
 
     Example:
         >>> from lightning_gnnpipe import EmbeddingRefresh
@@ -109,7 +111,7 @@ class EmbeddingRefresh(PipeCallback):
             raise ConfigError(
                 expected="'how' of EmbeddingRefresh to be 'exact' or 'snapshot'",
                 found=repr(how),
-                remedy="'exact' computes all rows again, 'snapshot' keeps a copy of them.",
+                remedy="'exact' computes all embeddings again, 'snapshot' keeps a copy of them.",
             )
         self.every_n_epochs, self.how = every_n_epochs, how
 
@@ -117,8 +119,8 @@ class EmbeddingRefresh(PipeCallback):
         setting = self.strategy(trainer).options.for_graphs
         if setting:
             raise ConfigError(
-                expected="EmbeddingRefresh to be used with stale rows",
-                found=f"{setting}: no row is ever stale",
+                expected="EmbeddingRefresh to be used with stale embeddings",
+                found=f"{setting}: none is ever stale",
                 remedy=f"Remove the callback, or leave out {setting}.",
             )
 

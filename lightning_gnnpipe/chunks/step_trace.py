@@ -42,8 +42,9 @@ class PipelineStats:
         num_shards: Shards of the graph, G; rank `r` is shard `r % G` of stage `r // G % S`.
         num_chunks: Chunks, K; 1 if the step was exact.
         is_exact: Whether the step read nothing stale.
-        bytes_by_kind: Payload bytes received, summed over ranks. `forward`, `backward` and `output`
-            follow the formula 2 (S-1) N D b + (S-1) N C b.
+        bytes_by_kind: Payload bytes received, summed over ranks. `forward` and `backward`
+            together are 2 (S-1) N D b for each tensor that crosses a cut, `output` is (S-1) N C b,
+            and `weight_grad` (S-1) W, with one number more for each weight.
         bubble_frac: Share of both phases in which ranks did not compute: mean of `wait_s` divided
             by the length of both phases.
         wait_s: Seconds of the forward and backward phase in which each rank did not compute:

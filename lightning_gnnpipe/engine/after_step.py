@@ -65,8 +65,8 @@ class LastStep:
 class RunningStatistics:
     """Running statistics from pipelined steps, and their replacement in validation.
 
-    In a pipelined step a norm sees rows computed from stale inputs. In a deep network they differ
-    from the rows of exact evaluation, and the running statistics do not fit. So the next validation
+    In a pipelined step a norm sees embeddings of stale inputs. In a deep network they differ
+    from those of exact evaluation, and the running statistics do not fit. So the next validation
     on the training input recomputes the statistics. `stale` has the names of such norms; it is
     equal on all ranks.
     """
@@ -98,7 +98,7 @@ class RunningStatistics:
             self._is_quiet = True
             log.warning(
                 "The running statistics of '%s' and other norms come from pipelined steps, and no "
-                "validation has recomputed them from exact rows. A deep network may evaluate "
+                "validation has recomputed them from exact embeddings. A deep network may evaluate "
                 "much worse than it trains. Let fit() validate after its last epoch, with the "
                 "inputs of training, without weight averaging, and with one call of each norm.",
                 min(self.stale),

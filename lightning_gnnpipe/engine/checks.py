@@ -138,7 +138,7 @@ class EngineChecks:
         idle = [name for name, (value, default) in given.items() if value != default]
         if idle and self._options.is_fitting:
             self._fallbacks.tell(
-                "No graph of a batch is cut, and none of its rows is stale",
+                "No graph of a batch is cut, and none of its embeddings is stale",
                 origin=f"what {' and '.join(idle)} say",
                 to="micro-batches of whole graphs",
             )
@@ -184,7 +184,7 @@ class EngineChecks:
             )
 
     def layers(self, layers: Layers, call: Call, inputs: Inputs) -> None:
-        """Refuse new layers whose results change on chunks; needs all parameters on this rank."""
+        """Refuse new layers whose results change on chunks."""
         module, options = self._model.module, self._options
         trains = options.is_fitting and (module.training or torch.is_grad_enabled())
         if inputs.graphs is not None:
@@ -194,9 +194,9 @@ class EngineChecks:
         returned = [layers.values[name].kind for name in layers.outputs]
         if trains and options.chunks.cross_edges == "drop" and Kind.EDGE in returned:
             raise UnsupportedError(
-                expected="layers that return rows of nodes, with cross_chunk_edges='drop'",
-                found="rows of edges, some of which are dropped",
-                remedy="Compute rows of edges from the rows of nodes that the last layer returns.",
+                expected="layers that return embeddings of nodes, with cross_chunk_edges='drop'",
+                found="values of edges, some of which are dropped",
+                remedy="Compute values of edges from the embeddings that the last layer returns.",
             )
         if options.self_check and (is_cut or is_listed(module)):
             check_layers(module, layers, call, inputs, on_chunks=is_cut, with_gradients=trains)

@@ -82,7 +82,7 @@ def forecast(
     options: ForecastOptions,
     time_loss: Callable[[Any], float],
 ) -> PipelinePlan:
-    """Cut `module` and the graph of `call`, time each layer on a few chunks, simulate steps.
+    """Cut `module` and the graph of `call`, time each layer on a few chunks, add up a step.
 
     `time_loss` takes an output of `module` and returns the seconds of loss, metrics and backward.
     """

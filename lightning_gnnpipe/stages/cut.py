@@ -55,7 +55,7 @@ def cut_module(
     is_grad_enabled: bool = True,
     is_cut: bool = True,
 ) -> Layers:
-    """Trace `module`, all of its parameters on this rank, in its present mode; cut it into layers.
+    """Trace `module` in its present mode and cut it into layers.
 
     `served`: modules that run differently on chunks. `finds_repeatable`: look for values that later
     stages can recompute; not in a batch of graphs, whose row counts vary. `is_cut`: the graph may

@@ -32,10 +32,10 @@ class Controls:
         refreshes: Recompute all histories before the step, by an exact pass without dropout, unless
             validation has just written them.
         takes_validation: Let a validation before the step write the histories of its input.
-        reads_snapshot: Read stale rows from the last snapshot, if there is one.
-        takes_snapshot: Take a snapshot of all rows after the forward pass.
-        records_staleness: Record which chunks are read stale, and how far rows drift.
-        is_synchronous: Let shards wait for each other's rows, even with `async_halo`.
+        reads_snapshot: Read stale embeddings from the last snapshot, if there is one.
+        takes_snapshot: Take a snapshot of all embeddings after the forward pass.
+        records_staleness: Record which chunks are read stale, and how far embeddings drift.
+        is_synchronous: Let shards wait for each other's activations, even with `async_halo`.
     """
 
     is_exact: bool = False

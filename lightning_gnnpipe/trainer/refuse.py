@@ -1,4 +1,4 @@
-"""Refuses optimizers, plugins and callbacks that cannot work on stages, before training."""
+"""Refuses what cannot work on stages or replicas: optimizers, loss scaling, uncalled modules."""
 
 from __future__ import annotations
 
