@@ -13,6 +13,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.nn.utils.prune import BasePruningMethod
 
 _LAST_TAG = 2**31 - 1  # no message uses it
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
@@ -74,6 +75,14 @@ def has_spectral_norm(module: nn.Module) -> bool:
     """Whether a weight of `module` is divided by an estimate that forward improves."""
     hooks = (type(hook).__name__ for hook in module._forward_pre_hooks.values())
     return type(module).__name__ == "_SpectralNorm" or "SpectralNorm" in hooks
+
+
+def mask_weights(root: nn.Module) -> None:
+    """Compute the weights that pruning masks as forward does, also of layers that do not run."""
+    for module in root.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, BasePruningMethod):
+                hook(module, ())
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_gnnpipe._compat_torch import mask_weights
 from lightning_gnnpipe.batches import BatchPasses
 from lightning_gnnpipe.calls import Call, Inputs, KnownKinds, find_graphs, flatten_call
 from lightning_gnnpipe.chunks import PlannedInputs
@@ -108,6 +109,7 @@ class PipelineEngine:
         is_training = self._is_training()
         self._checks.hooks()
         module, batch, known = self.model.module, self.step.batch, self.model.matrices
+        mask_weights(module)
         with raising_wrong_arguments(module, method, args, kwargs):
             call = flatten_call(module, args, kwargs, lambda: num_nodes(batch), method, known)
             in_batch = graph_of_node(batch)

@@ -89,7 +89,7 @@ def _trace_once(
         questions.answers |= {str(asked): Answer(None, UNKNOWN)} | found
         return _trace_once(module, call, questions, undo, is_second=is_second)
     except Exception as error:
-        raise untraceable(_name_of(module, call), error) from error
+        raise untraceable(_name_of(module, call), error) from None  # torch.fx's words
     tracer.use_results()
     for node in reversed(graph.nodes):  # questions keep no tensor alive
         if is_of_shapes(node) and not node.users:

@@ -38,7 +38,7 @@ from tests.helpers.trainers import quiet_trainer
 
 torch.set_num_threads(1)
 join = getattr(ProcessContext, "_join_procs_with_timeout", None)
-if join is not None:  # it kills what ignores SIGTERM, after 30 s
+if join is not None and sys.argv[1] != "epoch_start":  # it kills what ignores SIGTERM, after 30 s
     ProcessContext._join_procs_with_timeout = lambda self, seconds: join(self, min(seconds, 1))
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 where, how, rank, start_method, folder = sys.argv[1], sys.argv[2], int(sys.argv[3]), *sys.argv[4:6]
@@ -74,7 +74,10 @@ WAYS = {  # and names of signals
     "memory": lambda: throw(MEMORY),
     "no space": lambda: setattr(sidecar, "write_stage", lambda *_: throw(FULL)),
     "no space on the way": lambda: setattr(Transport, "_encode", lambda *_: throw(MEMORY)),
+    "forward": torch.no_grad()(
+        lambda: current.lightning_module.net(data.data.x, data.data.edge_index)),
     "gather": gather,
+    "return": lambda: None,
 }
 
 
@@ -116,7 +119,9 @@ class Fails:
 
     def training_step(self, batch, batch_idx):
         fail("training_step")
-        return super().training_step(batch, batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        is_early = how == "return" and is_due() and self.trainer.global_rank == rank
+        return torch.zeros((), requires_grad=True) if is_early else loss
 
     def validation_step(self, batch, batch_idx):
         fail("validation_step")
@@ -223,8 +228,9 @@ def run(
     script.end(30 if where == "epoch_start" else 60)
     for pid in re.findall(r"is process (\d+)", script.text):
         assert not is_alive(int(pid)), f"process {pid} is left over"
-    assert ("ended by itself" in script.text) == (how == "gather"), script.text[-3000:]
-    assert how.startswith("SIGTERM") or (script.returncode == 0) == (how == "gather")
+    goes_on = how in ("gather", "forward")
+    assert ("ended by itself" in script.text) == goes_on, script.text[-3000:]
+    assert how.startswith("SIGTERM") or (script.returncode == 0) == goes_on
     return script
 
 
@@ -244,29 +250,36 @@ def test_p7_all_ranks_end_with_the_cause(
 MEMORY = "out of memory on purpose"
 
 
-@pytest.mark.some_cases(1)
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
-    ("how", "rank", "start_method", "cause"),
+    ("how", "rank", "start_method", "timeout", "cause"),
     [
-        ("exit", 1, "popen", "Rank 1 failed: SystemExit: enough of it"),
-        ("memory", 1, "fork", f"Rank 1 failed: OutOfMemoryError: {MEMORY}"),
-        ("no space", 1, "fork", "Rank 1 failed: .*No space left on device"),
-        ("no space on the way", 0, "fork", f"Rank 0 failed: OutOfMemoryError: {MEMORY}"),
-        ("raise while others meet", 1, "popen", f"Rank 1 failed: KeyError: .{MISTAKE}"),
-        ("gather", 1, "fork", ""),  # which needs no other rank
+        ("return", 1, "fork", 2, "did not answer within 2 s"),
+        # Nothing may end by a timeout of ten minutes.
+        ("exit", 1, "popen", 600, "Rank 1 failed: SystemExit: enough of it"),
+        ("memory", 1, "fork", 600, f"Rank 1 failed: OutOfMemoryError: {MEMORY}"),
+        ("no space", 1, "fork", 600, "Rank 1 failed: .*No space left on device"),
+        ("no space on the way", 0, "fork", 600, f"Rank 0 failed: OutOfMemoryError: {MEMORY}"),
+        ("raise while others meet", 1, "popen", 600, f"Rank 1 failed: KeyError: .{MISTAKE}"),
+        ("gather", 1, "fork", 600, ""),  # which needs no other rank
     ],
 )
 def test_p7_what_one_rank_does_ends_all_with_that_cause(
-    how: str, rank: int, start_method: str, cause: str, tmp_path: Path
+    how: str, rank: int, start_method: str, timeout: int, cause: str, tmp_path: Path
 ) -> None:
-    """The timeout is ten minutes here: nothing may end by it."""
-    script = run(tmp_path, "epoch_start", how, rank, start_method, timeout=600, epochs=6)
+    where = "training_step" if how == "return" else "epoch_start"
+    script = run(tmp_path, where, how, rank, start_method, timeout=timeout, epochs=6)
     assert re.search(cause, script.text), script.text[-3000:]
 
 
-def test_p7_ctrl_c_ends_a_rank_that_waits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "timeout"), [(signal.SIGINT, 600), slow(signal.SIGTERM, 5)]
+)
+def test_p7_a_rank_that_waits_obeys_signals(
+    number: signal.Signals, timeout: int, tmp_path: Path
+) -> None:
     """Rank 1 sleeps, and rank 0 waits for it."""
-    run(tmp_path, "epoch_start", "stall", 1, "fork", signal.SIGINT, timeout=600)
+    run(tmp_path, "epoch_start", "stall", 1, "fork", number, timeout=timeout)
 
 
 @pytest.mark.some_cases(2)
