@@ -9,6 +9,7 @@ from typing import Any, get_args
 import lightning as L
 import pytest
 import torch
+import torch_geometric.nn as gnn
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
@@ -18,19 +19,40 @@ from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.types import StalenessName
 from tests.helpers.cases import covering, slow
 from tests.helpers.realistic import Realistic
-from tests.helpers.trainers import datamodule, make_trainer, overflow, start_method
+from tests.helpers.trainers import datamodule, make_trainer, start_method
+
+
+class Overflows(torch.autograd.Function):
+    """Has infinite gradients while `is_on`."""
+
+    is_on = False
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * torch.inf if Overflows.is_on else grad
+
+
+class First(gnn.GATv2Conv):
+    def forward(self, *args: Any) -> Tensor:
+        return Overflows.apply(super().forward(*args))  # type: ignore
 
 
 class Converts(Realistic):
     """Takes graphs of any dtype; its optimizer does nothing that half precision could not follow.
 
     Args:
-        overflow_at: The step in which the gradient of one weight of the first layer is infinite.
+        overflow_at: The step in which gradients of the first layer are infinite.
         fused: Use an optimizer that looks at the loss scale by itself.
     """
 
     def __init__(self, overflow_at: int | None = None, fused: bool = False) -> None:
         super().__init__()
+        if overflow_at is not None:
+            self.net.first = First(8, 4, heads=2, edge_dim=2)
         self.overflow_at, self.fused = overflow_at, fused
 
     def forward(self, data: Data) -> Tensor:
@@ -39,9 +61,8 @@ class Converts(Realistic):
             data[name] = data[name].to(self.head.weight.dtype)
         return super().forward(data)
 
-    def on_after_backward(self) -> None:
-        if self.trainer.fit_loop.total_batch_idx == self.overflow_at:
-            overflow(self, self.net.first.bias)
+    def on_train_batch_start(self, *_: Any) -> None:
+        Overflows.is_on = self.trainer.fit_loop.total_batch_idx == self.overflow_at
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.fused:
@@ -149,7 +170,7 @@ def test_ranks_are_as_close_to_double_precision(
 def test_an_overflow_on_one_stage_skips_the_step(
     num_stages: int, fused: bool, tmp_path: Path
 ) -> None:
-    """The weight whose gradient overflows is that of the first stage alone."""
+    """The layer whose gradients overflow is that of the first stage alone."""
     runs = []
     for number in (0, num_stages):
         folder, module = tmp_path / str(number), seeded(overflow_at=3, fused=fused)

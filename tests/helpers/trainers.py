@@ -114,9 +114,3 @@ def weights(module: torch.nn.Module) -> torch.Tensor:
 
 def assert_same(found: L.LightningModule, expected: L.LightningModule) -> None:
     torch.testing.assert_close(weights(found), weights(expected), rtol=0, atol=1e-10)
-
-
-def overflow(module: L.LightningModule, parameter: torch.nn.Parameter) -> None:
-    """Let a gradient overflow."""
-    if parameter.grad is not None:
-        parameter.grad *= torch.inf

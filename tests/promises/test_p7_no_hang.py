@@ -272,9 +272,7 @@ def test_p7_what_one_rank_does_ends_all_with_that_cause(
     assert re.search(cause, script.text), script.text[-3000:]
 
 
-@pytest.mark.parametrize(
-    ("number", "timeout"), [(signal.SIGINT, 600), slow(signal.SIGTERM, 5)]
-)
+@pytest.mark.parametrize(("number", "timeout"), [(signal.SIGINT, 600), slow(signal.SIGTERM, 5)])
 def test_p7_a_rank_that_waits_obeys_signals(
     number: signal.Signals, timeout: int, tmp_path: Path
 ) -> None:
