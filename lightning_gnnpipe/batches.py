@@ -133,17 +133,20 @@ class BatchPasses:
         spec = self._open(mode, call, inputs, is_training=True, codecs=codecs)
         return TrainingPass(spec, None, self._model, is_exact=codecs.is_exact)
 
-    def run_exact(self, call: Call, inputs: Inputs) -> tuple[Mode, list[Tensor]]:
-        """Return the outputs of a pass without gradients, `[num_rows, *]`, on every rank."""
+    def run_exact(self, mode: Mode, call: Call, inputs: Inputs) -> tuple[list[Tensor], bool]:
+        """Return the outputs of a pass without gradients, `[num_rows, *]`, on every rank.
+
+        Also returns whether this rank's layers have drawn random numbers.
+        """
         with self._transport.meter.paused():
-            mode, codecs = self.mode(call, inputs), get_codecs("fp32")
+            codecs = get_codecs("fp32")
             spec = self._open(mode, call, inputs, is_training=False, codecs=codecs)
             with (
                 intercept(self._model.intercepted, spec.context),
-                own_random_stream(self._transport.world.device),
+                own_random_stream(self._transport.world.device) as has_drawn,
                 torch.no_grad(),
             ):
-                return mode, Step(spec).forward()
+                return Step(spec).forward(), has_drawn()
 
     def _open(
         self, mode: Mode, call: Call, inputs: Inputs, *, is_training: bool, codecs: Codecs
@@ -158,7 +161,7 @@ class BatchPasses:
             inputs=BatchInputs(call, inputs, plan),
             context=NativeContext(plan.num_chunks),
             transport=self._transport,
-            seed_of=self._seeds.of_training() if is_training else self._seeds.of_inference(),
+            seed_of=self._seeds.of_training() if is_training else None,
             is_training=is_training,
             recompute=self._options.histories.recomputes,
             codecs=codecs,

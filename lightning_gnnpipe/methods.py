@@ -30,19 +30,20 @@ class PipelinedMethods:
     """Runs one method of a module in the pipeline: the first of `names` that training calls.
 
     The rest run as they are written, and what they call of the pipelined one is pipelined. `name`
-    is that of the pipelined one: before training has called any, the first name.
+    is that of the pipelined one: before training has called any, the first name. Where
+    `is_pipelined` says no, all run as they are written.
     """
 
     def __init__(
         self,
         module: nn.Module,
         names: Sequence[str],
-        is_training: Callable[[], bool],
+        is_pipelined: Callable[[], bool],
         *,
         is_quiet: bool = False,
     ) -> None:
         self.module, self.name = module, names[0]
-        self._names, self._is_training = names, is_training
+        self._names, self._is_pipelined = names, is_pipelined
         self._is_known, self._num_runs = len(names) == 1, 0
         self._fallbacks = Fallbacks(log, is_quiet=is_quiet)
 
@@ -52,11 +53,6 @@ class PipelinedMethods:
         for name in self._names:
             vars(self.module)[name] = _Method(self, name)
 
-    @property
-    def are_attached(self) -> bool:
-        """Whether the methods are replaced."""
-        return any(isinstance(one, _Method) for one in vars(self.module).values())
-
     def detach(self) -> None:
         """Restore the module's own methods."""
         for name in self._names:
@@ -64,8 +60,10 @@ class PipelinedMethods:
 
     def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a call of the method `name`."""
+        if not self._is_pipelined():
+            return self.own(name)(*args, **kwargs)
         has_tensors = next(tensors_in([*args, kwargs]), None) is not None
-        if not self._is_known and has_tensors and self._is_training():
+        if not self._is_known and has_tensors and torch.is_grad_enabled():
             self.name, self._is_known = name, True
         if name == self.name:
             self._num_runs += 1

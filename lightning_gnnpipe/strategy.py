@@ -216,7 +216,7 @@ class GNNPipeStrategy(LightningStrategy):
     # Training.
 
     def on_train_start(self) -> None:
-        self._host.take_over()
+        self._host.begin_loop()
 
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
@@ -254,14 +254,14 @@ class GNNPipeStrategy(LightningStrategy):
         self._replicas.share_buffers()
         self.engine.abandon()
         self.engine.set_step(is_validating=True)
-        self._host.take_over()
+        self._host.begin_loop()
 
     def on_test_start(self) -> None:
-        self._host.take_over()
+        self._host.begin_loop()
 
     def on_predict_start(self) -> None:
         self.engine.set_step(is_uneven=self._replicas.are_several)
-        self._host.take_over()
+        self._host.begin_loop()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._host.evaluation_step(partial(super().validation_step, **kwargs), args)

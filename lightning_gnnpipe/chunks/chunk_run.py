@@ -84,11 +84,19 @@ def make_seeds(seed: int, step: int, shard: int = 0, replica: int = 0) -> SeedOf
 
 
 @contextmanager
-def own_random_stream(device: torch.device) -> Iterator[None]:
-    """Restore the user's random number streams after the block."""
+def own_random_stream(device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Restore the user's random number streams after the block.
+
+    Yields a function that returns whether the block has drawn numbers so far.
+    """
     devices = [device] if device.type == "cuda" else []
+
+    def states() -> list[Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(one) for one in devices)]
+
     with torch.random.fork_rng(devices=devices):
-        yield
+        before = states()
+        yield lambda: not all(map(torch.equal, before, states()))
 
 
 def _seed(seed: int, inputs: Sequence[Tensor | int]) -> None:

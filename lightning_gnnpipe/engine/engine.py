@@ -1,18 +1,21 @@
 """The engine: runs the pipelined module's forward, or a method in its place, under the strategy.
 
-forward, with gradients  ->  training pass: exact or pipelined, writes histories, then backward
-forward, without         ->  exact pass; writes histories only if a renewal is due
+by training_step, with gradients    ->  exact or pipelined, writes histories, then backward
+by evaluation steps, without        ->  exact; writes histories only if a renewal is due
+else                                ->  the user's own method, on this rank alone
 
+Evaluations that draw random numbers also run the user's own method, with the user's numbers.
 Batches of several graphs run exactly, in micro-batches of whole graphs: see `batches`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from math import isfinite
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +23,6 @@ from torch import Tensor, nn
 from lightning_gnnpipe._compat_torch import mask_weights
 from lightning_gnnpipe.batches import BatchPasses
 from lightning_gnnpipe.calls import Call, Inputs, KnownKinds, find_graphs, flatten_call
-from lightning_gnnpipe.chunks import PlannedInputs
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.after_step import LastStep, RunningStatistics
 from lightning_gnnpipe.engine.checks import EngineChecks
@@ -69,7 +71,7 @@ class PipelineEngine:
         self.step = StepContext()
         self._loss = 0.0  # of the last training step
         self.signals = SignalBits()
-        self._seeds = PassSeeds(options.seed, transport, module)
+        self._seeds = PassSeeds(options.seed, transport)
         self._passes = GraphPasses(
             self.model, self.graphs, transport, options, controls, self._seeds
         )
@@ -83,7 +85,7 @@ class PipelineEngine:
         self._saved: SavedRun | None = None
         self.last_step = LastStep(transport)
         is_quiet = not transport.world.is_root
-        self.methods = PipelinedMethods(module, methods, self._is_training, is_quiet=is_quiet)
+        self.methods = PipelinedMethods(module, methods, self._is_pipelined, is_quiet=is_quiet)
         self.statistics = RunningStatistics(is_quiet=is_quiet)
         self._has_record = False  # a pass of the present step has ended
         self._unguard: Callable[[], None] = lambda: None
@@ -92,6 +94,23 @@ class PipelineEngine:
         """Update fields of the current `StepContext`."""
         self.step = replace(self.step, **facts)
         self._seeds.step_index = self.step.step_index
+
+    @contextmanager
+    def called_by(self, caller: Literal["training", "evaluation"]) -> Iterator[None]:
+        """Run the user's step within the block: its calls of the module are pipelined."""
+        self.set_step(caller=caller)
+        try:
+            yield
+        finally:
+            self.set_step(caller=None)
+
+    def _is_pipelined(self) -> bool:
+        """Whether a call of the module belongs to the pipeline; equal on all ranks in a step."""
+        if self.step.caller == "training":
+            return torch.is_grad_enabled()
+        if self.step.caller is None or torch.is_grad_enabled():
+            return False
+        return not any(one.training for one in self.model.module.modules())
 
     def attach(self) -> None:
         """Put the pipeline behind the module's methods."""
@@ -146,18 +165,26 @@ class PipelineEngine:
             self._state.settle()
             self._loss = 0.0
         self._checks.support(has_graphs)
-        if key is None:
-            if is_training:
-                return self._train_on_graphs(call, inputs)
-            mode, outputs = self.batches.run_exact(call, inputs)
-            self.model.share_statistics(replaced=False)
-            return mode.layers.rebuild_output(outputs)
         try:
-            if not is_training:
-                return self._infer(call, inputs, key, agreed)
-            return self._train(call, inputs, key, agreed)
+            if key is None:
+                if is_training:
+                    return self._train_on_graphs(call, inputs)
+                mode = self.batches.mode(call, inputs)
+                run = partial(self.batches.run_exact, mode, call, inputs)
+            else:
+                if is_training:
+                    return self._train(call, inputs, key, agreed)
+                mode = self._passes.mode(call, inputs, key.graph)
+                run = partial(self._infer, mode, call, inputs, key, agreed)
+            if not mode.is_random:
+                outputs, has_drawn = run()
+                if not max(self.transport.meet("evaluate the module", [has_drawn]))[0]:
+                    return mode.finish(outputs, call)
+                self.model.note_random(mode)
+            return self.methods.own(method)(*args, **kwargs)
         finally:
-            self.identity.end_pass()
+            if key is not None:
+                self.identity.end_pass()
 
     def _is_training(self) -> bool:
         return torch.is_grad_enabled() and self.options.is_fitting
@@ -190,12 +217,11 @@ class PipelineEngine:
         if self._saved is not None:  # resumed, no step yet
             state, has_histories = self._saved.state, bool(self._saved.stages)
             state = state if has_histories else state.without_histories()
-            return replace(state, num_inferences=self._seeds.num_inferences)
+            return state
         num_shards = self.transport.mesh.num_shards if self.model.is_split else 1
         state = RunState(
             self.options.seed,
             self.num_training_passes,
-            self._seeds.num_inferences,
             self.model.stage_layers,
             num_shards,
             self._passes.input_states(),
@@ -224,7 +250,6 @@ class PipelineEngine:
         """Continue a saved run; the first step on an input takes its saved histories."""
         self._saved, state = saved, saved.state
         self.num_training_passes = state.num_training_passes
-        self._seeds.num_inferences = state.num_inferences
         self.statistics.stale = set(state.stale_norms)
         self.model.preferred = state.stage_layers
 
@@ -317,26 +342,26 @@ class PipelineEngine:
         joined = join(backward, outputs, flows, [call.leaves[slot] for slot in slots])
         return mode.finish(joined, call, self._seeds.of_head)
 
-    def _infer(self, call: Call, inputs: Inputs, key: InputKey, agreed: Agreed) -> Any:
+    def _infer(
+        self, mode: Mode, call: Call, inputs: Inputs, key: InputKey, agreed: Agreed
+    ) -> tuple[list[Tensor], bool]:
         graph = self.graphs.for_inference(key.graph, inputs)
-        mode = self._passes.mode(call, inputs, key.graph)
         key = key.reading(mode.layers.read_leaves(), mode.options, agreed.input)
-        is_kept = self._state.num_awaiting > 0 or self.step.averages_weights
-        own = None if is_kept else self._passes.trained_alike(key, mode, graph)
+        averages = self.step.averages_weights
+        own = None if averages else self._passes.trained_alike(key, mode, graph)
         renews = own is not None and self._passes.can_renew(own)
         if renews:
             self._state.begin()
-        # A training pass that awaits its backward still needs its own inputs.
-        planned = PlannedInputs(graph.plan) if self._state.num_awaiting else graph.inputs
+        planned = graph.inputs
         planned.load(call, inputs, key.leaves)
         context = own.writing if renews and own is not None else graph.reading
         replaces = self.step.is_validating and bool(self.statistics.stale) and own is not None
         replaced = self.statistics.replaced(graph, mode.layers) if replaces else nullcontext()
         with self.transport.meter.paused(), replaced:
-            outputs = self._passes.run_exact(mode, graph, context, planned)
+            outputs, has_drawn = self._passes.run_exact(mode, graph, context, planned)
         self.model.share_statistics(replaced=replaces)
         planned.release()
         if renews and own is not None:
             own.renew()
             self._state.settle()
-        return mode.finish(outputs, call, self._seeds.of_head)
+        return outputs, has_drawn

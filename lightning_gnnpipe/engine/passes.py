@@ -101,18 +101,19 @@ class GraphPasses:
 
     def run_exact(
         self, mode: Mode, graph: PlannedGraph, context: MessageContext, inputs: PlannedInputs
-    ) -> list[Tensor]:
+    ) -> tuple[list[Tensor], bool]:
         """Return the outputs of an exact pass without gradients, each `[num_rows, *]`.
 
-        They are on every rank. The pass writes histories if `context` has a store.
+        They are on every rank. Also returns whether this rank's layers have drawn random numbers.
+        The pass writes histories if `context` has a store.
         """
         spec = self._open(mode, graph, context, inputs, is_exact=True, is_training=False)
         with (
             intercept(self._model.intercepted, context),
-            own_random_stream(self._transport.world.device),
+            own_random_stream(self._transport.world.device) as has_drawn,
             torch.no_grad(),
         ):
-            return Step(spec).forward()
+            return Step(spec).forward(), has_drawn()
 
     def _open(
         self,
@@ -137,7 +138,7 @@ class GraphPasses:
             inputs=inputs,
             context=context,
             transport=self._transport,
-            seed_of=self._seeds.of_training() if is_training else self._seeds.of_inference(),
+            seed_of=self._seeds.of_training() if is_training else None,
             is_training=is_training,
             recompute=self._options.histories.recomputes,
             codecs=self.cut_codecs[is_exact],

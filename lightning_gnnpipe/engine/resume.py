@@ -21,7 +21,7 @@ from lightning_gnnpipe.passing import CallKey
 from lightning_gnnpipe.staleness import name_method
 from lightning_gnnpipe.steps import Mode
 
-_VERSION = 17
+_VERSION = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,6 @@ class RunState:
 
     seed: int
     num_training_passes: int
-    num_inferences: int
     stage_layers: tuple[int, ...]
     num_shards: int
     inputs: tuple[InputState, ...]

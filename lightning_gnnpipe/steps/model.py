@@ -110,6 +110,11 @@ class PipelinedModel:
         self._modes[key] = mode = self._modes.pop(key)  # now most recently used
         return mode
 
+    def note_random(self, mode: Mode) -> None:
+        """Remember that the mode draws random numbers in evaluation."""
+        key = next(key for key, one in self._modes.items() if one is mode)
+        self._modes[key] = replace(mode, is_random=True)
+
     def _find(self, call: Call, inputs: Inputs) -> Key | None:
         """Return the key of the trace for the module's present state, if there is one."""
         first = trace_key(self.module, call, inputs, self._transport.world.device)

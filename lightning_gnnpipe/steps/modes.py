@@ -29,6 +29,7 @@ class Mode:
     is_training: bool
     options: int  # fingerprint of plain attributes that forward reads, and of weight shapes
     frozen: tuple[bool, ...]  # weights that need no gradient
+    is_random: bool = False  # draws random numbers in evaluation
     unreached: dict[frozenset[str], frozenset[str]] = field(default_factory=dict)
 
     def without_gradient(self, module: nn.Module, outputs: Iterable[str]) -> frozenset[str]:
@@ -45,7 +46,7 @@ class Mode:
         self,
         outputs: Sequence[Tensor],
         call: Call,
-        seeded: Callable[[], AbstractContextManager[None]],
+        seeded: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Any:
         """Return what the call returns; a head draws its random numbers `seeded`."""
         with seeded() if self.layers.head else nullcontext():

@@ -6,10 +6,10 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch_geometric.data import Batch, Data
 
 from lightning_gnnpipe.chunks import SeedOf, make_seeds, own_random_stream
@@ -62,8 +62,12 @@ class SignalBits:
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """Facts of one step, set by the strategy."""
+    """Facts of one step, set by the strategy.
 
+    `caller`: the user's step that runs now: "training", of a fit, or "evaluation".
+    """
+
+    caller: Literal["training", "evaluation"] | None = None
     step_index: int = 0  # of training, from 0; seeds chunk order and dropout
     batch: Any = None
     loss_scale: float = 1.0
@@ -158,44 +162,30 @@ def _compare(ranks: Sequence[Sequence[int]]) -> None:
 
 
 class PassSeeds:
-    """Seeds of passes; `num_inferences` counts random passes without gradients."""
+    """Seeds of training passes."""
 
-    def __init__(self, seed: int, transport: Transport, module: nn.Module) -> None:
-        self._seed, self._transport, self._module = seed, transport, module
-        self.step_index = self.num_inferences = 0
+    def __init__(self, seed: int, transport: Transport) -> None:
+        self._seed, self._transport = seed, transport
+        self.step_index = 0
         self._last_step, self._num_passes = -1, 0
-        self._head_seed: int | None = None
+        self._head_seed = 0
 
     def of_training(self) -> SeedOf:
         """Start a training pass and return its seeds."""
-        transport = self._transport
+        transport, mesh = self._transport, self._transport.mesh
         step = self.step_index
         self._num_passes = self._num_passes + 1 if step == self._last_step else 0
         self._last_step = step
         # A second pass in a step gets a negative number, which no step has.
-        seeds = self._make(self._seed, step - (self._num_passes << 40))
+        number = step - (self._num_passes << 40)
+        self._head_seed = make_seeds(self._seed, number, 0, mesh.replica)(-1, 0)
+        seeds = make_seeds(self._seed, number, mesh.shard, mesh.replica)
         transport.seed = seeds(transport.world.rank, -1)
         return seeds
 
-    def of_inference(self) -> SeedOf | None:
-        """Start a pass without gradients and return its seeds; None without dropout."""
-        if not self._module.training:
-            self._head_seed = None
-            return None
-        self.num_inferences += 1
-        return self._make(~self._seed, self.num_inferences)
-
-    def _make(self, seed: int, number: int) -> SeedOf:
-        mesh = self._transport.mesh
-        self._head_seed = make_seeds(seed, number, 0, mesh.replica)(-1, 0)
-        return make_seeds(seed, number, mesh.shard, mesh.replica)
-
     @contextmanager
     def of_head(self) -> Iterator[None]:
-        """Draw the random numbers of the head of the present pass, equal on all ranks."""
-        if self._head_seed is None:
-            yield
-            return
+        """Draw the random numbers of the head of the training pass, equal on all ranks."""
         with own_random_stream(self._transport.world.device):
             torch.manual_seed(self._head_seed)
             yield

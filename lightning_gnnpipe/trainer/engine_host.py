@@ -1,7 +1,6 @@
-"""Puts the engine behind the pipelined module's methods when a loop starts; detaches it at the end.
+"""Puts the engine behind the pipelined module's methods for a run, and runs the user's steps.
 
-Before a loop starts every rank holds the whole module, with its own methods: a model summary with
-an example input, or a logger that draws the model, runs it on one rank alone.
+Only calls of the module within these steps are pipelined.
 """
 
 from __future__ import annotations
@@ -102,6 +101,7 @@ class EngineHost:
         transport = self._processes.transport
         engine = PipelineEngine(pipelined, transport, engine_options, self.controls, methods)
         self._engine = engine
+        engine.attach()
         if resumed is not None:
             engine.resume(run)
         elif self.last_run is not None and not is_fitting:
@@ -135,11 +135,9 @@ class EngineHost:
         self.controls.reset()
         engine.graphs.inputs.drop_rows()
 
-    def take_over(self) -> None:
-        """Put the engine behind the module's methods."""
+    def begin_loop(self) -> None:
+        """Take over the signals, for which Lightning has set its handlers."""
         self._processes.signals.attach(self._strategy.user_module.trainer, self.engine.signals)
-        if not self.engine.methods.are_attached:
-            self.engine.attach()
 
     def begin_batch(self) -> None:
         """Begin a batch of training."""
@@ -160,7 +158,8 @@ class EngineHost:
             self.controls.is_exact = True
             engine.statistics.stale.clear()  # Lightning computes them anew
         passes = engine.num_training_passes
-        output = step(*args)
+        with engine.called_by("training"):
+            output = step(*args)
         self.controls.reset()  # requests are for one step
         if engine.num_training_passes == passes:
             refuse_uncalled(self._prefix, engine.methods.name)
@@ -179,7 +178,8 @@ class EngineHost:
 
     def evaluation_step(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Run the user's step of validation, test or prediction."""
-        output = step(*args)
+        with self.engine.called_by("evaluation"):
+            output = step(*args)
         self._processes.signals.obey()
         return output
 

@@ -44,4 +44,6 @@ def one_process_engine(
         is_fitting=True,
         self_check=self_check,
     )
-    return PipelineEngine(module, transport, options, Controls())
+    engine = PipelineEngine(module, transport, options, Controls())
+    engine.set_step(caller="training")
+    return engine

@@ -252,8 +252,9 @@ def test_validation_is_given_what_training_is_although_it_reads_less() -> None:
     engine = one_process_engine(net, partition=CHUNKS, method=METHODS["drift"])
     engine.attach()
     for _ in range(2):
+        engine.set_step(caller="training")
         net.train()(features(0), EDGES).sum().backward()
-        with torch.no_grad():
+        with torch.no_grad(), engine.called_by("evaluation"):
             engine.controls.takes_validation = True
             net.eval()(features(0), EDGES)
         (own,) = engine.graphs.inputs.kept.values()
