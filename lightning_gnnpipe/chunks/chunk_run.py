@@ -8,7 +8,7 @@ one chunk, layers are recomputed one at a time, so that not all activations exis
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from lightning_gnnpipe.codecs import Codecs
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.graph import BatchPlan, Chunk, ChunkPlan, MicroBatch
 from lightning_gnnpipe.layers import NativeContext, Summing, find_convs
-from lightning_gnnpipe.passing import MessageContext, Tape, lookups_of
+from lightning_gnnpipe.passing import MessageContext, Tape
 from lightning_gnnpipe.stages import Segment, Stage, Value, line_of_node, strip_root
 
 _MASK = (1 << 64) - 1
@@ -57,10 +57,7 @@ def run_segments(
             leaves = {name: tensor for name, tensor in named if name.startswith("leaf_")}
             context.enter(chunk, segment.index, leaves)
             sums = Summing(segment.sums, context) if segment.sums else nullcontext()
-            lookups: AbstractContextManager[object] = nullcontext()
-            if segment.looks_up and isinstance(context, MessageContext) and not context.is_plain:
-                lookups = lookups_of(context)
-            with sums, lookups:  # lookups first: they ask who calls
+            with sums:
                 outputs = segment.module(*inputs)
             values.update(zip(segment.outputs, outputs, strict=True))
             last = {name for name in values if last_use.get(name, -1) <= segment.index}

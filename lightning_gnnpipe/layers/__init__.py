@@ -14,6 +14,5 @@ from lightning_gnnpipe.layers.sums import Learner, NodeSums, Summing, check_sums
 from lightning_gnnpipe.layers.support import (
     check_graph_batches,
     check_norms,
-    check_pools,
     check_support,
 )

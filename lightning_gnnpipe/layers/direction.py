@@ -44,7 +44,7 @@ def direct(name: str, conv: MessagePassing, context: MessageContext) -> Callable
                 # ClusterGCNConv asks for a square matrix; it only counts the entries of a row.
                 is_square = isinstance(conv, ClusterGCNConv) and entries.layout is not None
                 edges = entries.edges if is_square else context.as_matrix(entries)
-                return call(args, kwargs, matrix, edges, matrix.is_reverse)
+                return call(args, kwargs, matrix, edges, False)
         given, number, is_flip = _find_edges(values, name, context)
         if given is None:
             if is_upstream and not context.sees_all:

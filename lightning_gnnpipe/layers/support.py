@@ -152,19 +152,6 @@ def check_support(module: nn.Module, num_chunks: int, num_shards: int = 1) -> No
     _refuse_layers(module, lambda name, layer: _refused(module, name, layer, num_parts), alone)
 
 
-def check_pools(module: nn.Module, called: Collection[nn.Module]) -> None:
-    """Refuse aggregations over the whole graph in the modules `called`, which run on chunks."""
-    inner = {id(part) for one in called for part in one.modules()}
-    remedy = "Pool behind the last message-passing layer, or train with num_chunks=1."
-
-    def refused(name: str, layer: nn.Module) -> Refusals:
-        is_pool = isinstance(layer, aggr.Aggregation) and not _is_inside_conv(module, name)
-        if is_pool and id(layer) in inner:
-            yield "it pools over the whole graph", remedy
-
-    _refuse_layers(module, refused)
-
-
 def check_norms(module: nn.Module, without_batch: Collection[str]) -> None:
     """Refuse norms, other than BatchNorm, whose result micro-batches of graphs would change.
 
@@ -247,7 +234,7 @@ def _refused_on_chunks(module: nn.Module, name: str, layer: nn.Module) -> Refusa
     elif isinstance(layer, (MessagePassing, *REFUSED_CONVS)):
         yield from _refused_conv(layer)
     elif not isinstance(layer, aggr.Aggregation) or not _is_inside_conv(module, name):
-        return  # `check_pools`
+        return  # a pool: refused in `cut_layers` if it is between layers
     elif type(layer) not in EXACT_AGGREGATIONS:
         remedy = f"Train with num_chunks=1, or use one of {_names(EXACT_AGGREGATIONS)}."
         yield "it is not known to be exact on chunks", remedy

@@ -11,13 +11,11 @@ from lightning_gnnpipe.passing.context import (
     replaces,
 )
 from lightning_gnnpipe.passing.interfaces import CallKey, EdgeLeaves, HaloStore, ShardLink, Tape
-from lightning_gnnpipe.passing.lookups import Lookups, lookups_of
 from lightning_gnnpipe.passing.matrix import (
     ChunkMatrix,
     Entries,
     Matrices,
     assemble,
     is_matrix,
-    multiply_matrix,
     refuse_shape,
 )

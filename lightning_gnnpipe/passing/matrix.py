@@ -6,7 +6,6 @@ and on samples the matrix is put together again in the user's layout, so that Py
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch_geometric.typing import WITH_TORCH_SPARSE, SparseTensor
-from torch_geometric.utils import scatter, spmm, to_edge_index
+from torch_geometric.utils import to_edge_index
 
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.passing.aggregate import ROWS
 from lightning_gnnpipe.passing.sparse import starts_of
 
 if TYPE_CHECKING:
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
 RUNNING: ContextVar[MessageContext | None] = ContextVar("running", default=None)
 
 _LAYOUTS = (torch.sparse_csr, torch.sparse_coo, torch.sparse_csc)
-_PRODUCTS = (torch.spmm, torch.sparse.mm, torch.mm, torch.matmul)
-_PRODUCT = "product"
 _NUM_SAMPLED = 1024
 
 
@@ -138,61 +134,11 @@ def _version_of(matrix: Any) -> int:
 class ChunkMatrix:
     """Replaces a sparse matrix in the running chunk: the rows of the chunk's nodes.
 
-    A layer receives them as a matrix `[num_nodes, num_nodes + num_halo]`; see `as_matrix`. A
-    product in forward is a weighted sum of source rows, as a layer's is.
+    A layer receives them as a matrix `[num_nodes, num_nodes + num_halo]`; see `as_matrix`.
     """
 
-    def __init__(
-        self, context: MessageContext, entries: Entries, *, is_reverse: bool = False
-    ) -> None:
+    def __init__(self, context: MessageContext, entries: Entries) -> None:
         self._context, self._entries = context, entries
-        self.is_reverse = is_reverse  # whether it is the transpose of the user's matrix
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Tensor:
-        if function in _PRODUCTS and isinstance(args[0], cls):
-            return args[0].matmul(*args[1:], **(kwargs or {}))
-        raise _refuse(function.__name__)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name) if name.startswith("__") else _refuse(name)
-
-    @property
-    def shape(self) -> torch.Size:
-        """Nodes of the chunk, twice."""
-        return torch.Size((self._context.chunk.num_nodes,) * 2)
-
-    def size(self, dim: int | None = None) -> Any:
-        """Return the number of the chunk's nodes in dimension `dim`."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def t(self) -> ChunkMatrix:
-        """Return the transpose."""
-        return ChunkMatrix(self._context, self._entries, is_reverse=not self.is_reverse)
-
-    def coalesce(self) -> ChunkMatrix:
-        """Return the matrix: its entries were summed when it was taken apart."""
-        return self
-
-    def matmul(self, other: Tensor, reduce: str = "sum") -> Tensor:
-        """Return sums or means of source rows times entries; `other` has the chunk's rows."""
-        if reduce not in ("sum", "add", "mean"):
-            raise _refuse(f"reduce='{reduce}'")
-        context, is_mean = self._context, reduce == "mean"
-        with context.in_layer(), self.along() as entries:
-            key = (_PRODUCT, context.next_call(_PRODUCT), ROWS)
-            edges, weight = entries.edges, entries.weight
-            summed = context.weighted_sum(key, edges, other, weight, is_mean=is_mean)
-            if summed is not None:
-                return summed
-            messages = context.widen(*key, other, is_linear=True)[edges[0]]
-            if weight is not None:
-                messages = messages * weight.view(-1, *[1] * (other.dim() - 1))
-            return scatter(messages, edges[1], 0, context.chunk.num_nodes, reduce)
-
-    mm = spmm = __matmul__ = matmul
 
     @contextmanager
     def along(self) -> Iterator[Entries]:
@@ -200,23 +146,8 @@ class ChunkMatrix:
         context, entries = self._context, self._entries
         number = context.find_edges(entries.edges)
         assert number is not None
-        with context.directed(number, self.is_reverse) as edges:
-            weight = entries.weight
-            if self.is_reverse and weight is not None:
-                weight = context.reversed_leaf(weight)
-                if weight is None:
-                    raise _refuse("t() of a matrix with values that need a gradient")
-            yield replace(entries, edges=edges, weight=weight)
-
-
-def _refuse(found: str) -> UnsupportedError:
-    return UnsupportedError(
-        expected="a sparse matrix in forward to be multiplied by rows of nodes (adj @ x, "
-        "torch.spmm), or passed to a layer",
-        found=found,
-        remedy="Compute what is derived from the matrix (degrees, powers, normalisation) before "
-        "training, and pass it to forward.",
-    )
+        with context.directed(number, is_reverse=False) as edges:
+            yield replace(entries, edges=edges)
 
 
 def assemble(
@@ -231,12 +162,3 @@ def assemble(
     if context is not None:
         return ChunkMatrix(context, entries)
     return entries.build(nodes.size(0), nodes.size(0))
-
-
-def multiply_matrix(matrix: Any, other: Tensor, reduce: str = "sum") -> Tensor:
-    """Replace PyG's `spmm` in forward, which refuses a `ChunkMatrix`."""
-    if isinstance(matrix, ChunkMatrix):
-        return matrix.matmul(other, reduce)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyG's advice on layouts would name this line
-        return spmm(matrix, other, reduce)

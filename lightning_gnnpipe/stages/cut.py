@@ -12,7 +12,6 @@ from torch import Tensor, fx, nn
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind, is_of_pairs
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.layers import check_pools
 from lightning_gnnpipe.stages.layers import FREE, ROW_KINDS, Layers, cut_layers
 from lightning_gnnpipe.stages.repeat import find_repeatable
 from lightning_gnnpipe.stages.segments import learn_sums
@@ -101,14 +100,15 @@ def cut_module(
             values = learn_values(graph, module, sample, of_size)
         if _put_rows_first(graph, values, inputs, sample):
             values = learn_values(graph, module, sample, of_size)
-        return cut_layers(graph, module, values, remedy=remedy_for_weights(module, inputs))
+        edges = [f"leaf_{i}" for i, kind in enumerate(inputs.kinds) if kind is Kind.EDGE_INDEX]
+        remedy = remedy_for_weights(module, inputs)
+        return cut_layers(graph, module, values, remedy=remedy, edges=edges if is_cut else None)
 
     layers, sample = on_sample(learn_and_cut)
     if is_cut and not has_graphs:
         drawn = (draw_sample(module, call, inputs, SAMPLE_EDGES // part) for part in (1, 4))
         with undisturbed(module), torch.enable_grad():
             layers = replace(layers, segments=learn_sums(layers.segments, module, drawn))
-        check_pools(module, layers.called(module))
     layers = replace(
         layers,
         outside=reads,

@@ -10,7 +10,6 @@ import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dis import get_instructions
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
@@ -22,8 +21,14 @@ from lightning_gnnpipe._compat_torch import compiled_calls, without_compile
 from lightning_gnnpipe.calls import Call
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
 from lightning_gnnpipe.stages.reads import names_in
-from lightning_gnnpipe.user_code import is_users
 
+LAYER = """    class Mean(MessagePassing):
+        def __init__(self):
+            super().__init__(aggr="mean")
+        def forward(self, x, edge_index):
+            return self.propagate(edge_index, x=x)
+        def message(self, x_j):
+            return x_j"""
 LAYER_BY_LAYER = (
     "Where training_step calls layer after layer, put the calls into a method, and call that:\n"
     "    def embed(self, x, edge_index):\n"
@@ -32,11 +37,6 @@ LAYER_BY_LAYER = (
 )
 
 _OF_STEPS = {"log", "log_dict", "manual_backward", "optimizers"}  # no network has them in its code
-_PRODUCTS = {"spmm", "mm", "matmul", "@", "BINARY_MATRIX_MULTIPLY"}  # the last in Python 3.10
-_SUMS = {  # of messages, by hand
-    *("scatter", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"),
-    *("scatter_sum", "scatter_mean", "scatter_max", "index_add", "index_add_", "index_reduce"),
-}
 
 
 def contains_passing(module: nn.Module) -> bool:
@@ -57,26 +57,6 @@ def is_library(module: nn.Module) -> bool:
     """Whether torch, PyG or Lightning defines the forward of `module`."""
     forward = type(module).forward
     return _is_library(forward) or _origin(forward).startswith("torch_geometric.")
-
-
-def multiplies(module: nn.Module) -> bool:
-    """Whether the forward of the user's `module`, or a function that it names, sums messages."""
-    seen: set[FunctionType] = set()
-    functions: list[Any] = [] if is_library(module) else [type(module).forward]
-    while functions:
-        function = functions.pop()
-        if not isinstance(function, FunctionType) or function in seen:
-            continue
-        seen.add(function)
-        code = function.__code__
-        if _origin(function) and not is_users(code):
-            continue
-        steps = [word for step in get_instructions(code) for word in (step.opname, step.argrepr)]
-        if (_PRODUCTS | _SUMS) & {*code.co_names, *steps}:
-            return True
-        owners = [*map(vars, type(module).__mro__), function.__globals__]
-        functions += [owner.get(name) for name in code.co_names for owner in owners]
-    return False
 
 
 @contextmanager
@@ -172,13 +152,10 @@ class Pipelined(NamedTuple):
 
 
 def find_pipelined(module: nn.Module, name: str | None) -> Pipelined:
-    """Find what to pipeline in `module`; `name` is that of a submodule or method, if given.
-
-    Without any message-passing layer, modules that multiply matrices count as layers.
-    """
+    """Find what to pipeline in `module`; `name` is that of a submodule or method, if given."""
     if name is None:
         _check_passing(module)
-        path, found = _descend("", module, contains_passing(module))
+        path, found = _descend("", module)
         return Pipelined(path, found, _find_methods(found, module))
     chosen = _find_named(module, name)
     _check_passing(chosen.module)
@@ -210,9 +187,7 @@ def _find_methods(module: nn.Module, root: nn.Module) -> tuple[str, ...]:
 
     First come the ones that the training_step of `root` names, in its order.
     """
-    is_layer = _is_layer if contains_passing(root) else multiplies
-    children = module.named_children()
-    parts = {name for name, child in children if any(map(is_layer, child.modules()))}
+    parts = {name for name, child in module.named_children() if contains_passing(child)}
     kind = type(module)
     found = ["forward"] if _has_forward(module) else []
     for name, method in _methods(kind):
@@ -257,16 +232,16 @@ def _names_behind(kind: type, *methods: str) -> list[str]:
     return list(found)
 
 
-def _descend(name: str, module: nn.Module, has_layers: bool) -> tuple[str, nn.Module]:
-    holders = _find_holders(module, has_layers)
+def _descend(name: str, module: nn.Module) -> tuple[str, nn.Module]:
+    holders = _find_holders(module)
     is_bare = not name and not _has_forward(module)
     if is_bare:
         called = _names_behind(type(module), "training_step")
         holders = [one for one in holders if one[0].partition(".")[0] in called] or holders
-    if len(holders) == 1 and (has_layers or not multiplies(module)):
+    if len(holders) == 1:
         child_name, child = holders[0]
         if not isinstance(child, MessagePassing):
-            found = _descend(f"{name}.{child_name}" if name else child_name, child, has_layers)
+            found = _descend(f"{name}.{child_name}" if name else child_name, child)
             if not _is_container(found[1]):
                 return found
     if is_bare and _find_methods(module, module) == ("forward",):
@@ -286,16 +261,15 @@ def _descend(name: str, module: nn.Module, has_layers: bool) -> tuple[str, nn.Mo
     return name, module
 
 
-def _find_holders(module: nn.Module, has_layers: bool) -> list[tuple[str, nn.Module]]:
+def _find_holders(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return submodules that hold message passing, without second names of the same layers.
 
     If `module` has no forward and one holder is trainable, frozen holders (teachers) are left out.
     """
-    is_layer = _is_layer if has_layers else multiplies
     children: dict[nn.Module, str] = {}
     for name, child in itertools.starmap(without_compile, module.named_children()):
         children.setdefault(child, name)
-    layers = {child: {id(m) for m in child.modules() if is_layer(m)} for child in children}
+    layers = {child: {id(m) for m in child.modules() if _is_layer(m)} for child in children}
     holders = [
         (name, child)
         for child, name in children.items()
@@ -343,13 +317,10 @@ def _check_passing(module: nn.Module) -> None:
                 found=f"'{name or 'the module itself'}', which torch.jit has compiled",
                 remedy="Use the module as it was before torch.jit.script or torch.jit.trace.",
             )
-    if any(map(multiplies, module.modules())):
-        return
     raise UnsupportedError(
-        expected="a module with message-passing layers (torch_geometric.nn.MessagePassing), or "
-        "with products of a sparse matrix (torch.spmm, adj @ x) or sums of messages (scatter, "
-        "index_add)",
-        found=f"none in {type(module).__name__}",
-        remedy="Build the layers in __init__. Train a model without message passing with "
-        "another strategy.",
+        f"{type(module).__name__} has no message-passing layer "
+        "(torch_geometric.nn.MessagePassing).\nBuild the layers in __init__. "
+        'Instead of adj_t @ x write SimpleConv(aggr="sum")(x, adj_t), instead of messages by hand '
+        f"such a layer:\n{LAYER}\n"
+        "Train a model without message passing with another strategy."
     )

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from lightning_gnnpipe.calls import Call, Kind
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.stages.find import calls_passing
+from lightning_gnnpipe.stages.mixing import find_structure, multiplies, refuse_mixing
 from lightning_gnnpipe.stages.reads import Reads
 from lightning_gnnpipe.stages.segments import (
     Segment,
@@ -27,7 +28,7 @@ from lightning_gnnpipe.stages.segments import (
 )
 from lightning_gnnpipe.stages.shapes import is_of_shapes
 from lightning_gnnpipe.stages.tracer import is_named_random, line_of_node, root_of, strip_root
-from lightning_gnnpipe.stages.values import LOOKS_UP, Value
+from lightning_gnnpipe.stages.values import Value
 from lightning_gnnpipe.user_code import at
 
 _REMEDY_OUTPUTS = (
@@ -119,19 +120,20 @@ def cut_layers(
     values: dict[str, Value],
     output_kinds: Collection[Kind] = ROW_KINDS[:2],
     remedy: str = "",
+    edges: Collection[str] | None = None,
 ) -> Layers:
     """Cut `graph` into a segment per message-passing call; calls with no cut between share one.
 
     `output_kinds`: allowed row kinds of outputs. `remedy`: replaces the default advice if violated.
+    `edges`: leaves with edges of a graph that is cut into chunks; None if it is not.
     """
     nodes: Sequence[fx.Node] = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     output = next(node for node in graph.nodes if node.op == "output")
     root, free = root_of(module), _find_free(nodes, values)
-    calls = _find_calls(nodes, root, values, free)
+    calls = [node for node in nodes if calls_passing(node, root)]
     if not calls:
         raise UnsupportedError(
-            expected="the forward of the pipelined module to call message-passing layers, or to "
-            "multiply a sparse matrix that is an argument by rows of nodes",
+            expected="the forward of the pipelined module to call message-passing layers",
             found=f"none in {type(module).__name__}",
             remedy="Choose the module that does with GNNPipeStrategy(pipelined_module=...).",
         )
@@ -142,6 +144,11 @@ def cut_layers(
             cutter.put_off()
         end = cutter.head(output_kinds)
     nodes, head = cutter.nodes, None
+    if Kind.GRAPH not in output_kinds:
+        inner = find_sources([*calls, *(n for n in nodes[:end] if n not in free)]) - {*calls}
+        between = [n for n in graph.nodes if n not in calls]
+        structure = None if edges is None else find_structure(between, values, edges)
+        refuse_mixing((n for n in nodes if n in inner), values, structure)
     if end is None:
         outputs, end = _check_outputs(output, values, output_kinds, remedy), len(nodes)
     else:
@@ -156,38 +163,6 @@ def cut_layers(
         for i, (span, names) in enumerate(spans)
     )
     return Layers(segments, crossing, values, outputs, output.args[0], head=head)
-
-
-def _find_calls(
-    nodes: Sequence[fx.Node], root: nn.Module, values: Mapping[str, Value], free: Set[fx.Node]
-) -> list[fx.Node]:
-    """Return the calls of layers, and the products of a sparse matrix and rows."""
-    matrices = {name for name, value in values.items() if value.kind is Kind.EDGE_INDEX}
-
-    def passes(node: fx.Node) -> bool:
-        if calls_passing(node, root):
-            return True
-        results = [node] if node.name in values else node.users  # parts of a tuple
-        of_nodes = (values[one.name].kind is Kind.NODE for one in results if one.name in values)
-        if node in free or not any(of_nodes):
-            return False
-        sources = node.all_input_nodes
-        return LOOKS_UP in node.meta or any(s in messages or s.name in matrices for s in sources)
-
-    def is_message(node: fx.Node) -> bool:
-        value = values.get(node.name)
-        if value is None or value.kind is Kind.NODE:
-            return False
-        is_new = value.kind is Kind.EDGE and node not in free
-        return is_new or LOOKS_UP in node.meta or not messages.isdisjoint(node.all_input_nodes)
-
-    calls, messages = list[fx.Node](), set[fx.Node]()
-    for node in nodes:
-        if passes(node):
-            calls.append(node)
-        elif is_message(node):
-            messages.add(node)
-    return calls
 
 
 def _check_outputs(
@@ -305,7 +280,8 @@ class _Cutter:
         """Whether rows of `node` are computed from several rows of the same or other kinds."""
         value = self.values.get(node.name)
         kinds = {kind for source in node.all_input_nodes for kind in self._row_kinds(source)}
-        if kinds and str(node.target).rpartition(".")[2] in _ORDERS:
+        is_product = multiplies(node, self.values) and node not in self.calls
+        if is_product or (kinds and str(node.target).rpartition(".")[2] in _ORDERS):
             return True
         return value is not None and node not in self.free and bool(kinds - {value.row_kind})
 

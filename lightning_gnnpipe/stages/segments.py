@@ -16,7 +16,7 @@ from lightning_gnnpipe.layers import Learner, NodeSums, check_sums, find_layers
 from lightning_gnnpipe.passing import replace_attributes
 from lightning_gnnpipe.stages.find import contains_passing
 from lightning_gnnpipe.stages.tracer import is_named_random, is_named_write
-from lightning_gnnpipe.stages.values import LOOKS_UP, Sample
+from lightning_gnnpipe.stages.values import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,6 @@ class Segment:
     outputs: tuple[str, ...]  # values that later segments or the caller need
     has_inplace: bool  # it may overwrite its inputs
     sums: NodeSums = field(default_factory=dict, compare=False)  # calls that sum over all nodes
-    looks_up: bool = False  # it looks rows of nodes up by the sources of edges
 
     @property
     def ends(self) -> dict[str, fx.Node]:
@@ -86,8 +85,7 @@ def _make_segment(index: int, graph: fx.Graph, outputs: Iterable[str], root: nn.
     module = fx.GraphModule(root, graph)
     inputs = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
     has_inplace = any(is_inplace(node, module) for node in graph.nodes)
-    looks_up = any(LOOKS_UP in node.meta for node in graph.nodes)
-    return Segment(index, module, inputs, tuple(outputs), has_inplace, looks_up=looks_up)
+    return Segment(index, module, inputs, tuple(outputs), has_inplace)
 
 
 def build_segment(

@@ -17,12 +17,11 @@ import torch_geometric.utils
 from torch import fx, nn
 from torch_geometric.nn import HANConv, HGTConv, MessagePassing, RGCNConv
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
-from torch_geometric.utils import spmm as _spmm  # torch.fx patches names without underscore
 
 from lightning_gnnpipe._compat_torch import search_in
 from lightning_gnnpipe.calls import Call, DataView, Held, fill
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.passing import assemble, is_matrix, multiply_matrix
+from lightning_gnnpipe.passing import assemble, is_matrix
 from lightning_gnnpipe.stages.content import Watched, watching
 from lightning_gnnpipe.stages.find import (
     contains_passing,
@@ -127,7 +126,6 @@ class Tracer(fx.Tracer):
                 "requires_grad_(False) on layers. Move code in another precision into a "
                 "submodule without message passing.",
             )
-        target = multiply_matrix if target is _spmm else target
         node = super().create_node(kind, target, *args, **kwargs)
         node.meta[_LINE] = line_here()
         mark(node)
@@ -210,9 +208,9 @@ class Tracer(fx.Tracer):
         if isinstance(m, RGCNConv) and args and args[0] is None:  # the layer makes these numbers
             args = (torch.arange(m.in_channels_l), *args[1:])
         given = (*args, *kwargs.values())
-        takes_parts = any(isinstance(one, DataView) or _is_of_matrix(one) for one in given)
+        takes_parts = any(isinstance(one, DataView) for one in given)
         if takes_parts and not is_library(m) and not isinstance(m, MessagePassing):
-            self._traced |= {id(m)} - self._listed  # it may multiply the matrix several times
+            self._traced |= {id(m)} - self._listed  # it takes tensors out of the graph
         result = super().call_module(m, forward, args, kwargs)
         # The output keys of a layer for heterogeneous graphs.
         types = list(m.node_types) if isinstance(m, HGTConv) else []
@@ -277,15 +275,6 @@ def _are_equal(one: Any, other: Any) -> bool:
         return False
     is_alike = (one.shape, one.dtype, one.layout) == (other.shape, other.dtype, other.layout)
     return is_alike and one.layout is torch.strided and torch.equal(one, other)
-
-
-def _is_of_matrix(value: Any) -> bool:
-    """Whether `value` stands for a sparse matrix, or its transpose."""
-    node = value.node if isinstance(value, fx.Proxy) else value
-    if not isinstance(node, fx.Node):
-        return False
-    is_transpose = node.op == "call_method" and node.target in ("t", "coalesce")
-    return node.target is assemble or (is_transpose and _is_of_matrix(node.args[0]))
 
 
 def _contexts() -> tuple[bool, ...]:

@@ -20,7 +20,7 @@ from torch_geometric.nn import MessagePassing
 from lightning_gnnpipe._compat_pyg import MESH_CNN_CONV
 from lightning_gnnpipe.calls import Call, GraphBatch, Inputs, Kind, draw_graphs
 from lightning_gnnpipe.errors import UnsupportedError, first_line
-from lightning_gnnpipe.passing import Lookups, is_matrix
+from lightning_gnnpipe.passing import is_matrix
 from lightning_gnnpipe.stages.content import refill
 from lightning_gnnpipe.stages.shapes import (
     UNKNOWN,
@@ -48,7 +48,6 @@ _REMEDY_SETS = (
 )
 PARTS = "parts"  # mark of a node whose result is a tuple, see `_parts_of`
 SIZES = "sizes"  # mark of a node whose result is a tensor: its shape in the sample
-LOOKS_UP = "looks up"  # mark of a node that looks rows up by the sources of edges
 LEAF = "leaf"  # mark of a node that returns a leaf as it is, the number of which it is
 SAMPLE_EDGES = 48
 _GROUP = 4  # edges that MeshCNNConv reads together
@@ -100,7 +99,6 @@ class Sample:
     edge_sizes: tuple[int, ...]
     graphs: GraphBatch | None = None
     is_whole: bool = False  # it is the whole graph
-    rowless: tuple[Tensor, ...] = ()  # leaves that have no rows of nodes or edges
     names: tuple[str, ...] = ()  # of the leaves, if some are no arguments
 
     @property
@@ -193,8 +191,7 @@ def whole_sample(call: Call, inputs: Inputs) -> Sample:
 def _sample(
     call: Call, inputs: Inputs, leaves: Sequence[Tensor], num_nodes: int, edges: Tensor, sizes: Any
 ) -> Sample:
-    rowless, names = _without_rows(leaves, inputs), call.names if call.held else ()
-    return Sample(tuple(leaves), num_nodes, edges, sizes, rowless=rowless, names=names)
+    return Sample(tuple(leaves), num_nodes, edges, sizes, names=call.names if call.held else ())
 
 
 def _spaced(edges: Tensor, count: int, group: int) -> Tensor:
@@ -295,19 +292,11 @@ def _run_on(
             note(n, result)
             return result
 
-    def take_note(rows: Tensor) -> Tensor:
-        running[-1].meta[LOOKS_UP] = True
-        return rows
-
-    def sum_up(sources: Tensor, *_: Any) -> None:  # None: torch computes the sum
-        take_note(sources)
-
-    lookups = Lookups(sample.num_nodes, take_note, sum_up, sample.rowless)
     no_writes = refusing_writes(sample.leaves, sample.names)
     runner = Recorder(fx.GraphModule(root, graph))
     runner.extra_traceback = False  # no fx node in error texts
     try:
-        with undisturbed(root), torch.enable_grad(), lookups, no_writes:
+        with undisturbed(root), torch.enable_grad(), no_writes:
             runner.run(*sample.arguments)
     except UnsupportedError:
         raise

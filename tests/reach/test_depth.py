@@ -16,18 +16,16 @@ from torch_geometric.data import Data
 from torch_geometric.nn.models.rev_gnn import GroupAddRev
 from torch_geometric.utils import (
     add_self_loops,
-    degree,
     dropout_edge,
     get_laplacian,
     scatter,
-    softmax,
 )
 
 from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.stages import cut_module
 from tests.helpers import degrees
-from tests.helpers.alike import D, assert_alike, fit, graph
+from tests.helpers.alike import D, assert_alike, fit, graph, net_of
 
 W = 8  # channels
 
@@ -266,57 +264,8 @@ class TakesSizesOfRows(Convs):
         return x
 
 
-class CountsDegrees(Convs):
-    """A helper of another file calls functions of PyG."""
-
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        for conv in self.convs:
-            x = degrees.add_degrees(conv(x, edge_index), edge_index)
-        return x
-
-
-class SumsByHand(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(2 * W, W)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        row, col = edge_index
-        mean = scatter(x[row], col, 0, dim_size=x.size(0), reduce="mean")
-        return self.lin(torch.cat([x, mean], dim=-1))
-
-
-class AddsByHand(SumsByHand):
-    """In place, weighted by how many edges start in the sources and end in the targets."""
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        row, col = edge_index[0], edge_index[1]
-        counts = degree(row, x.size(0), dtype=x.dtype).clamp(min=1)
-        ends = degree(col, x.size(0), dtype=x.dtype).clamp(min=1)
-        messages = x.index_select(0, row) * (counts[row] * ends[col]).rsqrt().unsqueeze(-1)
-        out = torch.zeros_like(x).index_add_(0, col, messages)
-        return self.lin(torch.cat([x, out], dim=-1))
-
-
-class ReadsByHand(SumsByHand):
-    """The same rows in several ways."""
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        col = edge_index[1]
-        last, first = edge_index[-2], edge_index.select(0, 0).clone()
-        several = [
-            x[edge_index][0],
-            torch.gather(x, 0, edge_index.chunk(2)[0].view(-1, 1).expand(-1, x.size(1))),
-            F.embedding(last, x),
-            x.index_select(-2, first),
-        ]
-        messages = sum(one / (i + 1) for i, one in enumerate(several))
-        out = torch.zeros_like(x).index_add_(0, col, messages)
-        return self.lin(torch.cat([x, out], dim=-1))
-
-
 class Owns(Convs):
-    """Layers by the user; not all are a MessagePassing."""
+    """Layers by the user."""
 
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
@@ -328,86 +277,14 @@ class Owns(Convs):
         return x
 
 
-class AttendsByHand(Convs):
-    """Attention without layers, on edges that a mask of nodes keeps: they cross no cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(nn.Linear(W, W) for _ in range(4))
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        is_kept = (x[:, 0] > 0)[edge_index[0]]
-        row, col = edge_index[:, is_kept]
-        x = self.encode(x)
-        for lin in self.convs:
-            h = lin(x)
-            weight = softmax((h[row] * x[col]).sum(-1), col, num_nodes=x.size(0))
-            x = x + torch.zeros_like(h).index_add(0, col, h[row] * weight.unsqueeze(-1))
-        return self.decode(x)
-
-
-class WeighsEdges(Convs):
-    """Weights of edges from the rows of their ends."""
-
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        row, col = edge_index
-        for conv in self.convs:
-            weight = (x[row] * x[col]).sum(-1).sigmoid()
-            x = conv(x, edge_index, weight).relu()
-        return x
-
-
-class OfEdges(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(3 * W, W)
-
-    def forward(self, source: Tensor, target: Tensor, edges: Tensor, u: Any, batch: Any) -> Tensor:
-        return edges + self.lin(torch.cat([source, target, edges], dim=-1)).tanh()
-
-
-class OfNodes(SumsByHand):
-    def forward(self, x: Tensor, edge_index: Tensor, edges: Tensor, u: Any, batch: Any) -> Tensor:  # type: ignore
-        out = torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]] * edges)
-        return self.lin(torch.cat([x, out], dim=-1)).tanh()
-
-
-class UpdatesEdges(Convs):
-    """Rows of edges cross the cuts beside rows of nodes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of_edges = nn.Linear(D, W)
-        self.convs = nn.ModuleList(gnn.MetaLayer(OfEdges(), OfNodes()) for _ in range(4))
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        edges = self.of_edges(x[edge_index[1]] - x[edge_index[0]])
-        x = self.encode(x)
-        for conv in self.convs:
-            x, edges, _ = conv(x, edge_index, edges)
-        return self.decode(x)
-
-
-class Gates(gnn.MessagePassing):
-    """A layer whose forward reads rows of sources, and their degrees, before it propagates."""
+class Laplacian(gnn.MessagePassing):
+    """A polynomial of the Laplacian."""
 
     def __init__(self) -> None:
         super().__init__(aggr="add")
-        self.gate = nn.Linear(2 * W, 1)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        row, col = edge_index
-        root = degree(row, x.size(0), dtype=x.dtype).clamp(min=1).pow(-0.5)
-        gate = self.gate(torch.cat([x[row], x[col]], dim=-1)).tanh()
-        norm = gate * (root[row] * root[col]).unsqueeze(-1)
-        return self.propagate(edge_index, x=x, norm=norm)
 
     def message(self, x_j: Tensor, norm: Tensor) -> Tensor:
         return norm * x_j
-
-
-class Laplacian(Gates):
-    """A polynomial of the Laplacian."""
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         n = x.size(0)
@@ -424,13 +301,6 @@ class CountsRows(Convs):
 
 NETS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "lengths": (CountsRows, 4),
-    "sums by hand": (lambda: Owns(SumsByHand), 4),
-    "adds by hand": (lambda: Owns(AddsByHand), 4),
-    "reads by hand": (lambda: Owns(ReadsByHand), 4),
-    "attends by hand": (AttendsByHand, 1),
-    "weights of edges": (WeighsEdges, 4),
-    "updates of edges": (UpdatesEdges, 4),
-    "gates": (lambda: Owns(Gates), 4),
     "Laplacian": (lambda: Owns(Laplacian), 4),
     "skips by width": (SkipsWhereWidthsFit, 5),
     "skips by shape": (SkipsWhereShapesFit, 5),
@@ -476,23 +346,66 @@ def test_a_state_beside_the_rows_crosses_stages() -> None:
     assert_alike(GatesOverDepth, num_stages=2)
 
 
-@pytest.mark.some_cases(2)
-@pytest.mark.parametrize("name", ["adds by hand", "weights of edges", "updates of edges", "gates"])
-def test_rows_of_sources_cross_stages_and_shards(name: str) -> None:
-    assert_alike(NETS[name][0], num_stages=2)
-    if name in ("adds by hand", "gates"):
-        assert_alike(NETS[name][0], num_stages=2, graph_parallel=2)
-
-
-class SumsUpstream(SumsByHand):
+class SumsByHand(nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        row, col = edge_index
-        return self.lin(torch.cat([x, torch.zeros_like(x).index_add(0, row, x[col])], dim=-1))
+        return x + scatter(x[edge_index[0]], edge_index[1], 0, dim_size=x.size(0))
 
 
-def test_sums_at_sources_are_refused_in_words() -> None:
-    with pytest.raises(UnsupportedError, match="summed at the targets of edges"):
-        fit(lambda: Owns(SumsUpstream), num_chunks=3)
+def beside(by_hand: Callable[[Any, Tensor, Tensor], Tensor]) -> type[nn.Module]:
+    """Return a net with messages by hand before its last layer."""
+
+    def forward(net: Any, x: Tensor, e: Tensor) -> Tensor:
+        x = net.convs[0](net.encode(x), e)
+        return net.convs[1](by_hand(net, x, e), e)
+
+    return net_of(Convs, forward, part=SumsByHand)
+
+
+def weighted(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    row, col = edge_index
+    return net.convs[2](x, edge_index, (x[row] * x[col]).sum(-1).sigmoid())
+
+
+def gathered(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    return torch.gather(x, 0, edge_index.chunk(2)[0].view(-1, 1).expand(-1, x.size(1)))
+
+
+def normalised(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    edges, weight = get_laplacian(edge_index, None, "sym", x.dtype, x.size(0))
+    return net.convs[2](x, edges, weight)
+
+
+BY_HAND: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "getitem": (weighted, r"test_depth.py:.*`return net.convs\[2\]"),
+    "index_select": (lambda net, x, e: x + x.index_select(0, e[0]).sum(0), "test_depth.py"),
+    "gather": (gathered, "test_depth.py"),
+    "index_add": (lambda net, x, e: x.index_add(0, e[1], x.new_ones(e.size(1), W)), "test_depth"),
+    "degree": (lambda net, x, e: degrees.add_degrees(x, e), "degrees.py"),
+    "part": (lambda net, x, e: net.part(x, e), "test_depth.py"),
+    "get_laplacian": (normalised, "test_depth.py"),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_messages_by_hand_are_refused_in_words(name: str) -> None:
+    by_hand, place = BY_HAND[name]
+    net = beside(by_hand)().double()
+    call = flatten_call(net, (graph().x, graph().edge_index), {})
+    words = rf"Forward passes messages by hand, '{name}' .* at {place}(.|\n)*class Mean"
+    with pytest.raises(UnsupportedError, match=words):
+        cut_module(net, call, classify(call))
+
+
+class ReadsSources(Laplacian):
+    """A layer whose forward reads rows of sources before it propagates."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x, norm=x[edge_index[0]].sum(-1, keepdim=True).tanh())
+
+
+def test_rows_of_sources_in_the_forward_of_a_layer_are_refused_in_words() -> None:
+    with pytest.raises(UnsupportedError, match=r"index.*`return self.*message\(self, x_j"):
+        fit(lambda: Owns(ReadsSources), num_chunks=3)
 
 
 class OnGraph(nn.Module):
@@ -536,7 +449,7 @@ def test_a_graph_that_forward_changes_is_returned() -> None:
     assert_alike(PassesGraphOn, on_graph, num_stages=2)
 
 
-class KeepsResults(Gates):
+class KeepsResults(Laplacian):
     """A layer that leaves tensors on itself, which it reads in no other call."""
 
     def __init__(self) -> None:
@@ -553,10 +466,6 @@ class KeepsResults(Gates):
 def test_what_layers_leave_on_themselves_is_no_input(caplog: pytest.LogCaptureFixture) -> None:
     assert_alike(lambda: Owns(KeepsResults))
     assert not [one for one in caplog.messages if "exact" in one]
-
-
-def test_a_helper_of_another_file_is_traced() -> None:
-    assert_alike(CountsDegrees)
 
 
 class Asks(Convs):
@@ -677,28 +586,18 @@ HABITS = {
         trained,
         *("LSTM over depth", "LSTM with a tuple", "GRU over depth"),
     ),
-    "helpers in another file that call PyG's functions, such as `degree`": (
-        "as plainly",
-        test_a_helper_of_another_file_is_traced,
+    "messages by hand in `forward`: `x[row]`, `scatter`, `index_add`, `degree(row)`, `MetaLayer`": (
+        "refused: write a layer of six lines or `SimpleConv`, pass degrees as an argument",
+        test_messages_by_hand_are_refused_in_words,
     ),
-    "messages by hand, summed at the targets: `scatter(x[row], col, ...)`, `index_add`": (
-        "as plainly; each sum is a layer",
-        trained,
-        *("sums by hand", "adds by hand", "reads by hand", "attends by hand"),
-    ),
-    "messages by hand, summed at the sources (`row`)": (
-        "refused: swap the rows of `edge_index`",
-        test_sums_at_sources_are_refused_in_words,
-    ),
-    "weights or features of edges from rows of hidden layers; `MetaLayer`": (
+    "`get_laplacian`, `gcn_norm`, `add_self_loops` in the `forward` of an own layer": (
         "as plainly",
         trained,
-        *("weights of edges", "updates of edges"),
+        "Laplacian",
     ),
-    "`x[row]`, `degree(row)`, `get_laplacian` in the `forward` of an own layer": (
-        "as plainly",
-        trained,
-        *("gates", "Laplacian"),
+    "`x[row]` in the `forward` of an own layer": (
+        "refused: read rows of sources in `message(self, x_j)`",
+        test_rows_of_sources_in_the_forward_of_a_layer_are_refused_in_words,
     ),
     "a `Data` that is changed on its way and returned (GraphGym)": (
         "as plainly; the caller's own `Data` is changed",

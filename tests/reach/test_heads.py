@@ -216,7 +216,7 @@ def select_between(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a pool between layers": (
         encodes(pool_between, pool=gnn.aggr.MeanAggregation),
-        "'pool', a MeanAggregation: it pools over the whole graph.*behind the last",
+        r"combines all nodes between layers, by 'pool' at test_heads.*\n.*\nPool behind the last",
     ),
     "top-k pooling": (
         encodes(select_between, pool=lambda: gnn.TopKPooling(W, ratio=0.5)),

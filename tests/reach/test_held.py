@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
-from torch_geometric.utils import degree, scatter, to_torch_csr_tensor, to_undirected
+from torch_geometric.utils import degree, to_undirected
 
 from lightning_gnnpipe.errors import UnsupportedError
 from tests.helpers.alike import (
@@ -74,23 +74,6 @@ class OwnBuffers(Holds):
         return self.inner(self.x, self.edge_index)
 
 
-class OwnMatrix(nn.Module):
-    """As the authors of LightGCN and NGCF write it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.lins = table(), linears()
-        values = torch.rand(NUM_EDGES, dtype=torch.float64)
-        self.adj = to_torch_csr_tensor(GRAPH.edge_index, values, size=(N, N))
-
-    def forward(self) -> Tensor:
-        x = total = self.emb.weight
-        for lin in self.lins:
-            x = torch.sparse.mm(self.adj, lin(x)).tanh()
-            total = total + x
-        return total / 4
-
-
 class WithoutFeatures(nn.Module):
     """PyG's example of RGCN."""
 
@@ -108,10 +91,6 @@ class WithoutFeatures(nn.Module):
 
 def table(**options: Any) -> nn.Module:
     return nn.Embedding(N, D, **options)
-
-
-def linears() -> nn.ModuleList:
-    return nn.ModuleList([nn.Linear(D, D) for _ in range(3)])
 
 
 def random_rows(num_rows: int = N, *shape: int) -> Callable[[], nn.Parameter]:
@@ -157,26 +136,9 @@ def normalize(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
     return net.inner(x, edges, weight)
 
 
-def by_hand_on_other_edges(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
-    """Read rows of hidden layers along edges that forward has made of the data."""
-    row, col = to_undirected(edge_index, num_nodes=N)
-    scale = degree(row, N, dtype=x.dtype).clamp(min=1).rsqrt().unsqueeze(-1)
-    h = net.inner(x, edge_index)
-    h = h + scatter((h * scale)[row], col, 0, h.size(0))
-    return net.inner(h, edge_index)
-
-
 def compare_features(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
     row, col = edge_index
     return net.inner(x, edge_index, F.cosine_similarity(x[row], x[col]))
-
-
-def build_matrix(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
-    ones = torch.ones(edge_index.size(1), dtype=x.dtype)
-    adj = torch.sparse_coo_tensor(edge_index, ones, (x.size(0), x.size(0)))
-    for lin in net.lins:
-        x = torch.spmm(adj, lin(x)).tanh()
-    return x
 
 
 call = by_name(
@@ -227,7 +189,6 @@ MORE: dict[str, type[nn.Module]] = {
         lambda net, x, y, one_row, edge_index: write_labels(net, x, y, one_row, edge_index),
         emb=lambda: nn.Embedding(4, D),
     ),
-    "a sparse matrix of the module": OwnMatrix,
     "LightGCN": net_of(
         nn.Module,
         light_gcn,
@@ -249,14 +210,12 @@ MORE: dict[str, type[nn.Module]] = {
         lambda net, x, edge_index: net.inner(x, to_undirected(edge_index, num_nodes=x.size(0)))
     ),
     "weights of features": held(compare_features),
-    "messages on other edges": held(by_hand_on_other_edges),
     "numbers of rows": held(
         lambda net, x, edge_index: net.inner(
             x + net.emb(torch.arange(x.size(0), device=x.device)), edge_index
         ),
         emb=table,
     ),
-    "a matrix of edges": net_of(nn.Module, build_matrix, lins=linears),
     # As a leaf, and through the embedding.
     "a table and its rows": held(
         lambda net, ids, edge_index: net.inner(net.emb.weight + net.emb(ids), edge_index), emb=table
@@ -566,7 +525,7 @@ def draw_on_data(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
 
 def test_random_numbers_on_data_are_not_kept() -> None:
     state = torch.get_rng_state()
-    with pytest.raises(UnsupportedError, match="num_chunks=1"):
+    with pytest.raises(UnsupportedError, match="messages by hand, 'to_undirected'"):
         torch.manual_seed(0)
         fit(held(draw_on_data), num_chunks=3, pipelined_module="net")
     torch.set_rng_state(state)
@@ -585,11 +544,6 @@ HABITS = {
         *("buffers", "a graph of the module", "edges of the module", "a graph of the script"),
         *("edges of each mode", "edges beside edges"),
     ),
-    "a sparse matrix that the module holds or builds of edges (NGCF)": (
-        "as plainly; each product is a layer",
-        test_what_a_module_holds_trains_as_plainly,
-        *("a sparse matrix of the module", "a matrix of edges"),
-    ),
     "a weight for each edge in the module": (
         "as plainly",
         test_what_a_module_holds_trains_as_plainly,
@@ -599,7 +553,7 @@ HABITS = {
         "as plainly; computed once, on the whole graph on each device",
         test_what_a_module_holds_trains_as_plainly,
         *("degrees of sources", "norm by hand", "gcn_norm", "both directions"),
-        *("weights of features", "messages on other edges"),
+        "weights of features",
     ),
     "`RGCNConv` without features": (
         "as plainly",

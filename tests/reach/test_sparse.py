@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +15,10 @@ from torch import Tensor, nn
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Data
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
-from torch_geometric.utils import scatter, spmm, to_edge_index
+from torch_geometric.utils import to_edge_index
 
 from lightning_gnnpipe.calls import classify, flatten_call
-from lightning_gnnpipe.errors import GNNPipeError, UnsupportedError
+from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import Matrices, assemble, matrix
 from lightning_gnnpipe.stages import find_pipelined
 from tests.helpers.alike import Fits, Forward, assert_alike, fit
@@ -102,56 +101,18 @@ def reversible() -> nn.Module:
     return Chain(*(gnn.GroupAddRev(gnn.SAGEConv(4, 4), num_groups=2) for _ in range(3)))
 
 
-class GraphConvolution(nn.Module):
-    """The layer of the original GCNII, written with a sparse product."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
-        self.weight = nn.Parameter(torch.randn(8, 8) / 8)
-
-    def forward(self, x: Tensor, first: Tensor, adj: Any) -> Tensor:
-        theta = math.log(0.5 / self.number + 1)
-        support = 0.9 * torch.spmm(adj, x) + 0.1 * first
-        return theta * torch.mm(support, self.weight) + (1 - theta) * support
-
-
-class ByLayer(GraphConvolution):
-    """The same with a layer of PyG."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.sum = gnn.SimpleConv(aggr="sum")
-
-    def forward(self, x: Tensor, first: Tensor, *edges: Any) -> Tensor:
-        theta = math.log(0.5 / self.number + 1)
-        support = 0.9 * self.sum(x, *edges) + 0.1 * first
-        return theta * torch.mm(support, self.weight) + (1 - theta) * support
-
-
 class Kipf(nn.Module):
-    """Products in the forward of the network itself."""
+    """Kipf's GCN, whose products with a normalised matrix are layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lin, self.mid, self.head = nn.Linear(D, 8), nn.Linear(8, 8), nn.Linear(8, C)
-
-    def times(self, edges: Any, x: Tensor) -> Tensor:
-        return edges @ x
-
-    def forward(self, x: Tensor, *edges: Any) -> Tensor:
-        x = self.times(*edges, self.lin(x)).relu()
-        x = self.times(*edges, self.mid(x)).relu()
-        return self.times(*edges, self.head(x))
-
-
-class KipfByLayer(Kipf):
-    def __init__(self) -> None:
-        super().__init__()
         self.sum = gnn.SimpleConv(aggr="sum")
 
-    def times(self, edge_index: Tensor, weight: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
-        return self.sum(x, edge_index, weight)
+    def forward(self, x: Tensor, *edges: Any) -> Tensor:
+        x = self.sum(self.lin(x), *edges).relu()
+        x = self.sum(self.mid(x), *edges).relu()
+        return self.sum(self.head(x), *edges)
 
 
 def stack(kind: Callable[..., nn.Module], **options: Any) -> Callable[[], nn.Module]:
@@ -163,31 +124,25 @@ def gcn2() -> nn.Module:
     return Initial(*convs)
 
 
-# name: (network, the same on edges and weights if that is another one, values of the matrix)
-NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module] | None, str]] = {
-    "gcn": (stack(gnn.GCNConv), None, "ones"),
-    "gcn weighted": (stack(gnn.GCNConv, cached=True), None, "weights"),
-    "graph": (stack(gnn.GraphConv), None, "weights"),
-    "sage": (stack(gnn.SAGEConv), None, "ones"),
-    "sage weighted": (stack(gnn.SAGEConv), None, "weights"),
+# name: (network, values of the matrix)
+NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "gcn": (stack(gnn.GCNConv), "ones"),
+    "gcn weighted": (stack(gnn.GCNConv, cached=True), "weights"),
+    "graph": (stack(gnn.GraphConv), "weights"),
+    "sage": (stack(gnn.SAGEConv), "ones"),
+    "sage weighted": (stack(gnn.SAGEConv), "weights"),
     "gin max": (
         lambda: Stack(*(gnn.GINConv(nn.Linear(8, 8), aggr="max") for _ in range(3))),
-        None,
         "ones",
     ),
-    "gat": (stack(gnn.GATConv, heads=2, concat=False), None, "ones"),
-    "transformer": (stack(gnn.TransformerConv), None, "ones"),
-    "gcn2": (gcn2, None, "normalised"),
-    "appnp": (lambda: Stack(gnn.APPNP(3, 0.1), gnn.APPNP(2, 0.2)), None, "weights"),
-    "gcnii by hand": (
-        lambda: Initial(*map(GraphConvolution, (1, 2, 3))),
-        lambda: Initial(*map(ByLayer, (1, 2, 3))),
-        "normalised",
-    ),
-    "basic": (lambda: gnn.GCN(D, 8, 3, C), None, "weights"),
-    "cluster": (stack(gnn.ClusterGCNConv), None, "weights"),
-    "reversible": (reversible, None, "ones"),
-    "kipf by hand": (Kipf, KipfByLayer, "normalised"),
+    "gat": (stack(gnn.GATConv, heads=2, concat=False), "ones"),
+    "transformer": (stack(gnn.TransformerConv), "ones"),
+    "gcn2": (gcn2, "normalised"),
+    "appnp": (lambda: Stack(gnn.APPNP(3, 0.1), gnn.APPNP(2, 0.2)), "weights"),
+    "basic": (lambda: gnn.GCN(D, 8, 3, C), "weights"),
+    "cluster": (stack(gnn.ClusterGCNConv), "weights"),
+    "reversible": (reversible, "ones"),
+    "kipf": (Kipf, "normalised"),
 }
 WITHOUT_CSC = ("gcn", "gcn weighted", "gat", "transformer", "appnp", "basic", "cluster")  # in PyG
 WITHOUT_WEIGHT = ("sage", "gin max", "gat", "transformer", "cluster", "reversible")
@@ -218,7 +173,7 @@ def on_edges(name: str) -> Forward:
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize(("name", "layout"), some(CASES, every=2))
 def test_one_chunk_equals_plain_pyg(name: str, layout: str) -> None:
-    make, _, values = NETS[name]
+    make, values = NETS[name]
     assert_alike(make, on_matrix(layout), data_of(values))
 
 
@@ -226,7 +181,7 @@ def test_one_chunk_equals_plain_pyg(name: str, layout: str) -> None:
 @pytest.mark.parametrize("name", NETS)
 def test_chunks_equal_the_same_network_on_edges(name: str) -> None:
     """PyG normalises a matrix otherwise than edges where there is a self-loop: here is none."""
-    make, by_layer, values = NETS[name]
+    make, values = NETS[name]
     data, call = data_of(values, has_loop=False), on_matrix("csr")
     chunks: dict[str, Any] = {"num_chunks": 3, "partition": torch.arange(N) % 3, "epochs": 5}
     found = fit(make, call, data, **chunks)
@@ -235,13 +190,13 @@ def test_chunks_equal_the_same_network_on_edges(name: str) -> None:
     with torch.no_grad():
         torch.testing.assert_close(found.outputs, [call(found.net, data)], rtol=0, atol=1e-10)
     if name != "sage weighted":  # only matrices weigh the messages of SAGE
-        assert_same(found, fit(by_layer or make, on_edges(name), data, **chunks), 1e-10)
+        assert_same(found, fit(make, on_edges(name), data, **chunks), 1e-10)
 
 
 @pytest.mark.some_cases(1)
-@pytest.mark.parametrize("name", ["gat", "gcnii by hand"])
+@pytest.mark.parametrize("name", ["gat", "kipf"])
 def test_two_stages_equal_one(name: str) -> None:
-    make, _, values = NETS[name]
+    make, values = NETS[name]
     data, call = data_of(values), on_matrix("coo")
     one, two = (weights(fit(make, call, data, 3, stages)) for stages in (1, 2))
     torch.testing.assert_close(two, one, rtol=0, atol=1e-10)
@@ -269,68 +224,6 @@ def test_an_edge_index_of_pyg_is_a_tensor_of_edges() -> None:
     assert_same(found, expected, 1e-10)
 
 
-class Products(nn.Module):
-    """Ways to multiply, to transpose and to ask for sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lins = nn.ModuleList([nn.Linear(D, 8), nn.Linear(8, 8), nn.Linear(8, C)])
-
-    def forward(self, x: Tensor, adj: Tensor) -> Tensor:
-        x = torch.sparse.mm(adj, self.lins[0](x)).tanh()
-        x = x + adj.matmul(x) / adj.size(0) ** 0 + spmm(adj, x, reduce="mean")
-        x = torch.mm(adj.t(), self.lins[1](x)) + x.new_ones(adj.shape[0], 1)
-        return (adj.coalesce() @ (adj @ self.lins[2](x.tanh()))).tanh()
-
-
-class ProductsByHand(Products):
-    """The same with gathers and scatters."""
-
-    def forward(self, x: Tensor, adj: Tensor) -> Tensor:
-        index, weight = to_edge_index(adj)
-
-        def times(x: Tensor, reduce: str = "sum", turn: int = 0) -> Tensor:
-            messages = weight[:, None] * x[index[1 - turn]]
-            return scatter(messages, index[turn], 0, N, reduce)
-
-        x = times(self.lins[0](x)).tanh()
-        x = x + times(x) + times(x, "mean")
-        x = times(self.lins[1](x), turn=1) + 1.0
-        return times(times(self.lins[2](x.tanh()))).tanh()
-
-
-def test_products_by_hand() -> None:
-    data, call = graph(), on_matrix("coo")
-    assert_same(fit(Products, call, data), fit(ProductsByHand, call, data), 1e-9)
-    assert_alike(Products, call, data)
-
-
-def test_layers_take_a_transpose() -> None:
-    class Both(Stack):
-        def forward(self, x: Tensor, adj: Tensor) -> Tensor:
-            x = self.lin(x)
-            for conv in self.convs:
-                x = x + conv(x, adj).tanh() - conv(x, adj.t())
-            return self.head(x)
-
-    assert_alike(lambda: Both(gnn.GraphConv(8, 8), gnn.SAGEConv(8, 8)), on_matrix("csr"), graph())
-
-
-def test_values_that_need_a_gradient_get_it() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.kipf, self.scale = Kipf(), nn.Parameter(torch.tensor(0.7))
-
-    def call(net: Any, data: Data) -> Tensor:
-        return net.kipf(data.x, data.adj_coo * net.scale)
-
-    plain, exact, chunked = (fit(Scaled, call, graph(), n, epochs=1) for n in (0, 1, 3))
-    assert plain.net.scale != 0.7
-    assert_same(exact, plain, 1e-9)
-    assert_same(chunked, plain, 1e-9)  # the first step is exact
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -343,38 +236,37 @@ def test_matrices_that_are_not_over_the_nodes_are_refused(change: Any, words: st
         fit(Kipf, lambda net, data: net(data.x, change(data)), graph(), 3)
 
 
-class Dense(Kipf):
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": lambda x, adj: adj @ x,
+    "mm": lambda x, adj: torch.mm(adj, x),
+    "to_dense": lambda x, adj: x + adj.to_dense().sum(1, keepdim=True),
+    "t": lambda x, adj: adj.t() @ x,
+}
+
+
+class Multiplies(Kipf):
+    def __init__(self, name: str, *, is_last: bool = False) -> None:
+        super().__init__()
+        self.times, self.is_last = PRODUCTS[name], is_last
+
     def forward(self, x: Tensor, adj: Tensor) -> Tensor:
-        return super().forward(x + adj.to_dense().sum(1, keepdim=True), adj)
+        if self.is_last:
+            return self.times(super().forward(x, adj), adj)
+        return super().forward(self.times(x, adj), adj)
 
 
-def test_other_uses_of_the_matrix_are_refused() -> None:
-    with pytest.raises(GNNPipeError, match=r"multiplied by rows of nodes.*to_dense"):
-        fit(Dense, on_matrix("csr"), graph(), 3)
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_between_layers_are_refused_in_words(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"'{name}' to a sparse(.|\n)*SimpleConv"):
+        fit(lambda: Multiplies(name), on_matrix("csr"), graph(), 3)
 
 
-def test_a_network_without_products_is_refused() -> None:
-    class Perceptron(Kipf):
-        def forward(self, x: Tensor, adj: Tensor) -> Tensor:
-            return self.head(self.lin(x) @ self.mid.weight)
-
-    with pytest.raises(UnsupportedError, match="multiply a sparse matrix"):
-        fit(Perceptron, on_matrix("csr"), graph(), 3)
+def test_products_behind_the_last_layer_train_as_plainly() -> None:
+    assert_alike(lambda: Multiplies("matmul", is_last=True), on_matrix("csr"), graph())
 
 
-def test_the_pipelined_module_holds_the_products() -> None:
-    class Own(Fits):
-        def forward(self, x: Tensor, adj: Tensor) -> Tensor:
-            return self.net(x, adj)
-
-        def training_step(self, data: Data, batch_idx: int) -> Tensor:
-            out = self(data.x, data.adj_csr)
-            return (out @ out.t()).mean()
-
-    for make in (Kipf, lambda: Initial(*map(GraphConvolution, (1, 2)))):
-        name, found, _ = find_pipelined(Own(make(), on_matrix("csr")), None)
-        assert (name, isinstance(found, Kipf | Initial)) == ("net", True)
-    with pytest.raises(UnsupportedError, match="products of a sparse matrix"):
+def test_networks_without_layers_are_refused_in_words() -> None:
+    with pytest.raises(UnsupportedError, match=r"has no message-passing layer(.|\n)*SimpleConv"):
         find_pipelined(nn.Sequential(nn.Linear(2, 2)), None)
 
 
@@ -448,17 +340,17 @@ class StandIn(matrix.SparseTensor):  # type: ignore[misc]
 
 
 @pytest.mark.some_cases(1)
-@pytest.mark.parametrize("name", ["graph", "sage weighted", "kipf by hand", "transformer"])
+@pytest.mark.parametrize("name", ["graph", "sage weighted", "kipf", "transformer"])
 def test_matrices_of_torch_sparse(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "SparseTensor", StandIn)
     monkeypatch.setattr(matrix, "WITH_TORCH_SPARSE", True)
-    make, by_layer, _ = NETS[name]
+    make, _ = NETS[name]
     data, call = graph(), on_matrix("t")
     column, row = data.edge_index
     data.adj_t = StandIn(row, column, data.edge_weight, (N, N))
     if name != "transformer":  # reads values as features of edges
         edges = on_edges("sage" if name == "sage weighted" else name)
-        assert_same(fit(make, call, data, 3), fit(by_layer or make, edges, data, 3), 1e-10)
+        assert_same(fit(make, call, data, 3), fit(make, edges, data, 3), 1e-10)
     assert_alike(make, call, data)
 
 
@@ -471,24 +363,11 @@ HABITS = {
         "as plainly (shown with a stand-in)",
         test_matrices_of_torch_sparse,
     ),
-    "products by hand: `torch.spmm(adj, x)`, `adj @ x`, `adj.t() @ x`": (
-        "as plainly; each product is a layer",
-        test_products_by_hand,
-    ),
-    "networks of such products alone (Kipf's GCN, the first GCNII)": (
-        "as plainly; each product is a layer",
-        test_chunks_equal_the_same_network_on_edges,
-        *("gcnii by hand", "kipf by hand"),
-    ),
-    "a matrix whose values need a gradient": (
-        "they get it",
-        test_values_that_need_a_gradient_get_it,
+    "products in `forward`: `torch.spmm(adj, x)`, `adj @ x`, `adj.t()`, `adj.to_dense()`": (
+        'refused: write `SimpleConv(aggr="sum")(x, adj)`, or multiply behind the last layer',
+        test_products_between_layers_are_refused_in_words,
     ),
     "`EdgeIndex`": ("as plainly", test_an_edge_index_of_pyg_is_a_tensor_of_edges),
-    "`adj.to_dense()` and other uses of the matrix in `forward`": (
-        "refused: compute it before training, and pass it in",
-        test_other_uses_of_the_matrix_are_refused,
-    ),
     "sparse features, a matrix that is not square": (
         "refused: pass `x.to_dense()`, or one matrix over all nodes",
         test_matrices_that_are_not_over_the_nodes_are_refused,

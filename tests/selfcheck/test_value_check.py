@@ -228,8 +228,6 @@ def check(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
         lambda: Base(MeanByHand),
         lambda: Base(Distances),
         Deep,
-        base(lambda self, x, e: x * degree(e[0], x.size(0)).unsqueeze(-1)),
-        base(lambda self, x, e: torch.zeros_like(x).index_add(0, e[1], x[e[0]])),
     ],
 )
 @pytest.mark.parametrize("training", [True, False])
@@ -250,7 +248,7 @@ def test_p4_what_is_right_on_chunks_passes(kind: Callable[[], nn.Module], traini
         ),
         (
             base(lambda self, x, e: torch.zeros_like(x).index_add(0, e[0], x[e[1]])),
-            "summed at the targets of edges.* a sum at the sources",
+            "run on a chunk .*out of bounds.*row by itself",
         ),
         (with_part(Counter), "changes no buffer .* a change of"),
         (base(stop_gradients), "one mode of autograd .* torch.no_grad"),

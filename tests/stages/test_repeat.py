@@ -131,11 +131,6 @@ def number(x: Tensor) -> Tensor:
     return (x[:, 0].abs() * 6).long()
 
 
-def by_degree(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
-    ones = x.new_zeros(x.size(0)).index_add(0, edge_index[1], x[edge_index[0], 0])
-    return net.lin(x) * ones.unsqueeze(-1)
-
-
 def doubled_leaf(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
     hidden = x.clone()
     hidden.mul_(2)  # not an ancestor of what reads `hidden`
@@ -162,8 +157,6 @@ def doubled_data(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
         (lambda net, x, _: net.embedding(number(x)), False),
         (lambda net, x, _: F.embedding(number(x), net.embedding.weight, sparse=True), False),
         (lambda net, x, _: net.whole(net.lin(x)), False),
-        (lambda net, x, _: net.lin(x) - net.lin(x).mean(0), False),
-        (by_degree, False),
         (doubled_leaf, False),
         (doubled_view, False),
         (doubled_data, False),

@@ -1,0 +1,114 @@
+"""What a forward computes from several nodes outside of layers, which chunks cannot: refused.
+
+A chunk has the embeddings of its own nodes alone; layers get embeddings of other chunks. So rows of
+nodes must not be read or summed by edges, multiplied by a sparse matrix, or reduced, before the
+last layer. Behind it they may: that part, the head, runs on all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+from torch import fx
+
+from lightning_gnnpipe.calls import Kind
+from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.passing import assemble
+from lightning_gnnpipe.stages.find import LAYER
+from lightning_gnnpipe.stages.shapes import is_of_shapes
+from lightning_gnnpipe.stages.tracer import line_of_node
+from lightning_gnnpipe.stages.values import SIZES, Value
+from lightning_gnnpipe.user_code import at
+
+_BY_HAND = (
+    "Forward passes messages by hand, '{}' on the numbers of nodes in edges{}.\n"
+    "In chunks only layers see the embeddings of other chunks' nodes.\n"
+    'Write SimpleConv(aggr="mean")(x, edge_index), or a layer of your own, as below, and pass '
+    "degrees and the like as an argument of forward:\n" + LAYER
+)
+_PRODUCT = (
+    "Forward applies '{}' to a sparse matrix{}.\n"
+    "In chunks only layers see the embeddings of other chunks' nodes.\n"
+    'Instead of adj_t @ x write SimpleConv(aggr="sum")(x, adj_t); compute what is made of the '
+    "matrix alone before training, and pass it as an argument of forward."
+)
+_SUM = (
+    "Forward combines all nodes between layers, by '{}'{}.\n"
+    "A chunk holds some of the nodes.\n"
+    "Pool behind the last message-passing layer, where pools and decoders may stand, or in "
+    "training_step; use a norm of torch_geometric.nn (GraphNorm, PairNorm), or num_chunks=1."
+)
+# Functions of edges that need the edges of all nodes.
+_OF_EDGES = ("gcn_norm", "get_laplacian", "to_undirected", "to_torch_csr_tensor", "to_edge_index")
+
+
+def find_structure(
+    nodes: Iterable[fx.Node], values: Mapping[str, Value], edges: Collection[str]
+) -> set[fx.Node]:
+    """Return the nodes that hold numbers of nodes: the leaves `edges`, parts of them, matrices."""
+    found: set[fx.Node] = set()
+    for node in nodes:
+        value = values.get(node.name)
+        is_integer = value is None or value.dtype in (torch.int64, torch.int32)
+        is_made = not is_of_shapes(node) and not found.isdisjoint(node.all_input_nodes)
+        if node.name in edges or (is_made and is_integer):
+            found.add(node)
+    return found
+
+
+def refuse_mixing(
+    nodes: Iterable[fx.Node], values: Mapping[str, Value], structure: Collection[fx.Node] | None
+) -> None:
+    """Raise `UnsupportedError` for the first of `nodes`, no layers, that mixes rows of nodes.
+
+    `structure`: see `find_structure`; None if the graph is one chunk, which has all rows.
+    """
+    for node in nodes:
+        words = _PRODUCT if multiplies(node, values) else None
+        if words is None and structure is not None and not is_of_shapes(node):
+            words = _BY_HAND if _reads_by_edges(node, values, structure) else None
+            words = _SUM if words is None and _reduces(node, values) else words
+        if words is not None:
+            raise UnsupportedError(words.format(_name_of(node), at(line_of_node(node))))
+
+
+def multiplies(node: fx.Node, values: Mapping[str, Value]) -> bool:
+    """Whether `node` reads a sparse matrix."""
+    of_matrix = (values.get(one.name) for one in node.all_input_nodes)
+    return any(one is not None and one.kind is Kind.EDGE_INDEX for one in of_matrix)
+
+
+def _reads_by_edges(
+    node: fx.Node, values: Mapping[str, Value], structure: Collection[fx.Node]
+) -> bool:
+    """Whether `node` reads or makes rows of nodes by their numbers in edges."""
+    sources = node.all_input_nodes
+    if (
+        node.op == "placeholder"
+        or node.target is assemble
+        or not any(one in structure for one in sources)
+    ):
+        return False
+    has_rows = any(one not in structure and _counts_nodes(one, values) for one in sources)
+    return has_rows or _counts_nodes(node, values) or _name_of(node) in _OF_EDGES
+
+
+def _counts_nodes(node: fx.Node, values: Mapping[str, Value]) -> bool:
+    return node.name in values and values[node.name].row_kind == (Kind.NODE, 0)
+
+
+def _reduces(node: fx.Node, values: Mapping[str, Value]) -> bool:
+    """Whether `node` makes rows of nodes into something smaller, or into pairs of nodes."""
+    rows = [one for one in node.all_input_nodes if _counts_nodes(one, values)]
+    if not rows or SIZES not in node.meta or _name_of(node).startswith("new_"):
+        return False
+    count = rows[0].meta[SIZES][values[rows[0].name].nodes_in or 0]
+    sizes = node.meta[SIZES]
+    return sizes.count(count) > 1 or (count not in sizes and torch.Size(sizes).numel() % count != 0)
+
+
+def _name_of(node: fx.Node) -> str:
+    if node.op == "call_module":
+        return str(node.target).removeprefix("module.")
+    return str(getattr(node.target, "__name__", node.target))
