@@ -65,11 +65,11 @@ class GNNPipeStrategy(LightningStrategy):
             between chunks, in warm-up epochs as well: nothing is stale, and only norms over all
             nodes keep histories. Validation, test and predict use all edges.
         staleness: How to handle embeddings of neighbours that have not run in this step. "drift":
-            those of the last step as constants, moved by the mean change of the embeddings that
-            have run. In layers with attention or other messages that are not a weighted sum, and in
+            read the last ones as constants, moved by the mean change of the embeddings that have
+            run. In layers with attention or other messages that are not a weighted sum, and in
             all layers if more than 70 % of the edges lie between chunks, gradients of fresh
-            embeddings of other chunks count twice, because stale ones get none. "constant": those
-            of the last step, as constants. "gnnpipe": the paper's recipe, a snapshot renewed every
+            embeddings of other chunks count twice, because stale ones get none. "constant": read
+            the last ones, as constants. "gnnpipe": the paper's recipe, a snapshot renewed every
             23 steps, with gradients of fresh embeddings of other chunks twice.
         pipelined_module: Name of the submodule to pipeline, or of a method such as "net.encode".
             None: the smallest submodule that holds all message passing.

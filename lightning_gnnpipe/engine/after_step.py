@@ -66,7 +66,7 @@ class RunningStatistics:
     """Running statistics from pipelined steps, and their replacement in validation.
 
     In a pipelined step a norm sees embeddings of stale inputs. In a deep network they differ
-    from those of exact evaluation, and the running statistics do not fit. So the next validation
+    from exact embeddings, and the running statistics do not fit. So the next validation
     on the training input recomputes the statistics. `stale` has the names of such norms; it is
     equal on all ranks.
     """
