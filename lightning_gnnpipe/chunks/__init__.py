@@ -14,7 +14,6 @@ from lightning_gnnpipe.chunks.costs import (
     StepCosts,
     counting_saved_bytes,
     measure_batch,
-    measure_copies,
     measure_layers,
     synchronize,
     work_of,

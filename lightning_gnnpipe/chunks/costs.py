@@ -1,14 +1,16 @@
 """Measures the cost of each layer: seconds, bytes that autograd saves, size of histories.
 
-All layers run forward, then backward, on a few chunks: caches are as warm as in a training step.
+One layer after the other runs forward and backward on a few chunks, on histories of zeros that it
+has to itself: the model's histories never exist together.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,6 @@ from torch import Tensor, fx, nn
 
 from lightning_gnnpipe.chunks.chunk_run import run_segments
 from lightning_gnnpipe.chunks.inputs import BatchInputs, PassInputs, PlannedInputs
-from lightning_gnnpipe.chunks.zero_halo import ZeroHalo
 from lightning_gnnpipe.graph import BatchPlan, Chunk, ChunkPlan
 from lightning_gnnpipe.layers import NativeContext, find_layers, intercept
 from lightning_gnnpipe.passing import MessageContext
@@ -31,7 +32,7 @@ from lightning_gnnpipe.stages import (
     solve_balance,
     undisturbed,
 )
-from lightning_gnnpipe.staleness import HistoryOptions
+from lightning_gnnpipe.staleness import HistoryOptions, HistoryStore, MomentStore, RowMoments
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,7 @@ class StepCosts:
 
 _MAX_TIMED = 3
 _NUM_RUNS = 5
-_LONGEST_S = 0.3  # time for repeated runs of a chunk
-_MOST_ROWS = 2**17  # a table that exceeds all caches
+_LONGEST_S = 0.3  # time for repeated runs of all layers on a chunk
 
 
 def work_of(chunk: Chunk) -> int:
@@ -98,18 +98,50 @@ def measure_layers(
     histories: HistoryOptions,
 ) -> StepCosts:
     """Measure all layers, in a few runs over a few middle-sized chunks."""
-    store = ZeroHalo(plan, histories)
-    context = MessageContext(store, plan)
+    context = MessageContext(_Zeros(plan, histories), plan)
     context.leaves = inputs
     pieces = [(chunk, work_of(chunk)) for chunk in plan.chunks]
-    found = _measure(module, layers, pieces, inputs, context)
-    costs = []
-    for cost, segment in zip(found.layers, layers.segments, strict=True):
-        kept = store.history_bytes(segment.index) if plan.num_chunks > 1 else 0
-        rows = store.row_bytes(segment.index)
-        pushes = {"pushed_row_bytes": sum(rows), "num_pushes": len(rows)}
-        costs.append(replace(cost, history_bytes=kept, **pushes))
-    return replace(found, layers=tuple(costs))
+    return _measure(module, layers, pieces, inputs, context)
+
+
+class _OwnMoments(RowMoments):
+    """Uses the first chunk's statistics as the statistics of the last step."""
+
+    def sums_of(self, rows: Tensor) -> Tensor:
+        if self.total is None:
+            dtype = torch.promote_types(rows.dtype, torch.float32)
+            self.center = rows.new_zeros(rows.size(1), dtype=dtype)
+            self.set([None] * self.num_chunks, super().sums_of(rows))
+        return super().sums_of(rows)
+
+
+class _Zeros(HistoryStore):
+    """Histories of zeros on the device of the layers, without transfers from another one."""
+
+    def __init__(self, plan: ChunkPlan, options: HistoryOptions) -> None:
+        super().__init__(plan.num_nodes, plan.num_chunks, replace(options, device=None))
+        self.is_local = options.device is None
+        self.moments = MomentStore(plan.num_chunks, _OwnMoments)
+        self.row_bytes: dict[Hashable, int] = {}  # of one node
+
+    def push(self, key: Hashable, chunk: Chunk, rows: Tensor, *, keeps_old: bool = False) -> None:
+        entry = self._entry(key, rows)
+        if not entry.is_filled:
+            entry.rows.zero_()
+            entry.is_filled = True
+            if self.num_rows > self.num_chunks:
+                self.row_bytes[key] = rows[:1].nbytes
+        super().push(key, chunk, rows)
+
+    def empty(self) -> dict[str, int]:
+        """Drop all histories; return what a `LayerCost` says of them."""
+        copies = 1 if self.options.method.snapshot_steps is None else 2
+        held = [copies * one.rows.nbytes + one.grads.num_bytes for one in self._entries.values()]
+        kept = sum(held) if self.is_local and self.num_chunks > 1 else 0
+        rows = list(self.row_bytes.values())
+        self._entries.clear()
+        self.row_bytes.clear()
+        return {"history_bytes": kept, "pushed_row_bytes": sum(rows), "num_pushes": len(rows)}
 
 
 def measure_batch(
@@ -134,34 +166,47 @@ def _measure(
     num_timed = min(_MAX_TIMED, max(1, len(pieces) // 4))
     first = (len(ranked) - num_timed) // 2
     chosen = ranked[first : first + num_timed]
-    total = sum(work for _, work in pieces)
+    share = [sum(work for _, work in pieces) / max(work, 1) for _, work in chosen]
+    tensors = [p for segment in segments for p in segment.module.parameters()]
+    leaves = {name for one in segments for name in one.inputs if name.startswith("leaf_")}
+    known = [inputs.slice(chunk, leaves) for chunk, _ in chosen]
+    tensors += [t for one in known for t in one.values() if isinstance(t, Tensor)]
+    times, kept = [], []
     with (
         undisturbed(module),
         intercept(find_layers(module), context),
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
-        for chunk, _ in chosen:  # do not time what is computed once per chunk
-            _run(layers, segments, chunk, inputs, context)
-        runs = [
-            _best_run(layers, segments, chunk, inputs, context) * (total / max(work, 1))
-            for chunk, work in chosen
-        ]
-    times = np.median(runs, axis=0)
+        for segment in segments:
+
+            def run(place: int, segment: Segment = segment) -> NDArray[np.float64]:
+                return _run(layers, segment, chosen[place][0], known[place], tensors, context)
+
+            places = range(len(chosen))
+            for place in places:  # do not time what is computed once per chunk
+                run(place)
+            limit = _LONGEST_S / len(segments)
+            best = [_best(partial(run, place), limit) * share[place] for place in places]
+            times.append(np.median(best, axis=0))
+            store = context.store if isinstance(context, MessageContext) else None
+            kept.append(store.empty() if isinstance(store, _Zeros) else {})
+    found = np.array(times)
     forms = [_form_of(segment, layers) for segment in segments]
     for form in set(forms):  # layers of one form take the same time
         same = [i for i, one in enumerate(forms) if one == form]
-        times[same, :2] = np.median(times[same, :2], axis=0)
-    costs = [LayerCost(ahead, back, round(saved)) for ahead, back, saved in times.tolist()]
+        found[same, :2] = np.median(found[same, :2], axis=0)
+    rows = zip(found.tolist(), kept, strict=True)
+    costs = [LayerCost(ahead, back, round(saved), **more) for (ahead, back, saved), more in rows]
     again = zip(layers.repeatable, costs[len(layers.segments) :], strict=True)
     return StepCosts(tuple(costs[: len(layers.segments)]), dict(again))
 
 
-def _best_run(*args: Any) -> NDArray[np.float64]:
+def _best(run: Callable[[], NDArray[np.float64]], limit_s: float) -> NDArray[np.float64]:
     """Return the minimum times of several runs: load from other processes only adds time."""
-    runs, start = [_run(*args)], time.perf_counter()
-    while len(runs) < _NUM_RUNS and time.perf_counter() - start < _LONGEST_S:
-        runs.append(_run(*args))
+    runs, start = [run()], time.perf_counter()
+    while len(runs) < _NUM_RUNS and time.perf_counter() - start < limit_s:
+        runs.append(run())
     return np.min(runs, axis=0)
 
 
@@ -185,67 +230,41 @@ def _form_of(segment: Segment, layers: Layers) -> Hashable:
     return tuple(form(node) for node in nodes)
 
 
-def measure_copies(num_nodes: int, costs: Sequence[LayerCost], device: torch.device) -> float:
-    """Return bytes per second of gathering scattered rows, as wide as any pushed, and writing."""
-    num_nodes = min(num_nodes, _MOST_ROWS)
-    widest = max((cost.pushed_row_bytes // max(cost.num_pushes, 1) for cost in costs), default=0)
-    table = torch.zeros((num_nodes, max(widest // 4, 1)), device=device)
-    positions = torch.arange(0, num_nodes, 10, device=device)
-    num_bytes = table[positions].nbytes
-    times = []
-    for _ in range(_MAX_TIMED):
-        synchronize(device)
-        start = time.perf_counter()
-        rows = table[positions]
-        table[positions] = rows  # like a push of rows; the next line is like gradients
-        table.index_add_(0, positions, table[positions])
-        synchronize(device)
-        times.append(time.perf_counter() - start)
-    return 2 * num_bytes / min(times)
-
-
 def _run(
     layers: Layers,
-    segments: Sequence[Segment],
+    segment: Segment,
     chunk: Any,
-    inputs: PassInputs,
+    known: dict[str, Any],
+    given: Sequence[Tensor],
     context: MessageContext | NativeContext,
 ) -> NDArray[np.float64]:
-    """Run all segments over `chunk`, forward and backward, each detached from its neighbours.
+    """Run a layer over `chunk`, forward and backward; add its outputs, detached, to `known`.
 
-    Returns `[num_segments, 3]`: seconds of forward and of backward, bytes saved in between.
+    Returns `[3]`: seconds of forward and of backward, bytes saved in between, without `given`.
     """
-    leaves = {name for s in segments for name in s.inputs if name.startswith("leaf_")}
-    known = inputs.slice(chunk, leaves)
-    timed, graphs = np.zeros((len(segments), 3)), []
-    parameters = (p for segment in segments for p in segment.module.parameters())
-    tensors = [t for t in (*known.values(), *parameters) if isinstance(t, Tensor)]
-    devices = {tensor.device for tensor in tensors}
+    devices = {tensor.device for tensor in given}
 
     def now() -> float:
         for device in devices:
             synchronize(device)
         return time.perf_counter()
 
-    for i, segment in enumerate(segments):
-        values = {name: _cut_off(known[name], name, layers) for name in segment.inputs}
-        sources = [t for t in values.values() if isinstance(t, Tensor) and t.requires_grad]
-        with counting_saved_bytes(tensors) as saved:
-            start = now()
-            run_segments((segment,), values, chunk, context)
-            timed[i, 0] = now() - start
-        timed[i, 2] = sum(saved)
-        roots = [values[n] for n in segment.outputs if values[n].requires_grad]
-        known |= {name: values[name].detach() for name in segment.outputs}
-        trained = [p for p in segment.module.parameters() if p.requires_grad]
-        graphs.append((roots, trained + sources))
-    for i, (roots, wanted) in reversed(list(enumerate(graphs))):
-        if roots and wanted:
-            grads = [torch.ones_like(root) for root in roots]
-            start = now()
-            torch.autograd.grad(roots, wanted, grads, allow_unused=True)
-            timed[i, 1] = now() - start
-    return timed
+    values = {name: _cut_off(known[name], name, layers) for name in segment.inputs}
+    sources = [t for t in values.values() if isinstance(t, Tensor) and t.requires_grad]
+    with counting_saved_bytes(given) as saved:
+        start = now()
+        run_segments((segment,), values, chunk, context)
+        forward_s = now() - start
+    roots = [values[n] for n in segment.outputs if values[n].requires_grad]
+    known |= {name: values[name].detach() for name in segment.outputs}
+    wanted = [p for p in segment.module.parameters() if p.requires_grad] + sources
+    backward_s = 0.0
+    if roots and wanted:
+        grads = [torch.ones_like(root) for root in roots]
+        start = now()
+        torch.autograd.grad(roots, wanted, grads, allow_unused=True)
+        backward_s = now() - start
+    return np.array((forward_s, backward_s, sum(saved)))
 
 
 def synchronize(device: torch.device | None = None) -> None:

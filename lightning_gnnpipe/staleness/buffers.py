@@ -97,6 +97,10 @@ class GradientBuffer:
         self._kept: Tensor | None = None  # outputs
         self._done: list[int] = []  # chunks whose output gradients were written
 
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._total is None else self._total.nbytes
+
     def add(self, positions: Tensor, grad: Tensor, like: Tensor) -> None:
         """Add the gradient of halo rows, `[num_halo, *]`; `like` is the history."""
         total = self._sized(grad.dtype, like)
