@@ -71,11 +71,10 @@ def make_seeds(seed: int, step: int, shard: int = 0, replica: int = 0) -> SeedOf
     """Return the seeds of one step, a function of these arguments, segment and chunk alone."""
     place = (shard, replica) if replica else (shard,) if shard else ()
 
+    first = _mix(0, seed, step)
+
     def seed_of(segment: int, chunk: int) -> int:
-        mixed = 0
-        for number in (seed, step, segment, chunk, *place):
-            mixed = _split_mix((mixed + number + 1) & _MASK)
-        return mixed >> 1
+        return _mix(first, segment, chunk, *place) >> 1
 
     return seed_of
 
@@ -102,12 +101,14 @@ def _seed(seed: int, inputs: Sequence[Tensor | int]) -> None:
         torch.cuda.manual_seed(seed)
 
 
-def _split_mix(x: int) -> int:
+def _mix(mixed: int, *numbers: int) -> int:
     """SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators"."""
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
+    for number in numbers:
+        x = (mixed + number + 1 + 0x9E3779B97F4A7C15) & _MASK
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+        mixed = x ^ (x >> 31)
+    return mixed
 
 
 Piece = Chunk | MicroBatch

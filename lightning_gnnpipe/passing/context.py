@@ -43,6 +43,9 @@ class Scope:
     matrices: dict[int, tuple[Any, Entries]] = field(default_factory=dict)  # by id, of layers
 
 
+_OUTSIDE = cast(Scope, None)  # no layer of the pipeline runs
+
+
 class TapedContext:
     """A context whose layers may run a second time, for backward."""
 
@@ -78,7 +81,7 @@ class MessageContext(TapedContext):
         self.is_refresh = False  # in an exact pass that only refreshes histories
         self.is_passing = False  # inside `propagate` or `edge_updater`
         self._plan = plan
-        self._scope: Scope | None = None
+        self._scope = _OUTSIDE
         self._flips: dict[tuple[int, str, int], int | None] = {}
         self._num_numbered: dict[int | None, int] = {}
 
@@ -90,18 +93,18 @@ class MessageContext(TapedContext):
 
     def leave(self) -> None:
         """Forget the running chunk and the tensors that it widened."""
-        self._scope = None
+        self._scope = _OUTSIDE
         RUNNING.set(None)
 
     @property
     def chunk(self) -> Chunk:
         """The running chunk, with the running layer's edges."""
-        return self._running.chunk
+        return self._scope.chunk
 
     @property
     def edges_key(self) -> tuple[int | None, bool]:
         """The running layer's edge set (None while unknown), and whether it is reversed."""
-        return self._running.edge_set, self._running.is_reverse
+        return self._scope.edge_set, self._scope.is_reverse
 
     @property
     def plan(self) -> ChunkPlan:
@@ -115,7 +118,7 @@ class MessageContext(TapedContext):
 
     def are_numbered(self) -> Tensor:
         """Whether PyG counts each of the chunk's nodes: up to the largest index of the edges."""
-        edge_set = self._running.edge_set
+        edge_set = self._scope.edge_set
         if edge_set not in self._num_numbered:
             nodes = self._plan.globe.perm[self.whole.edge_index]
             self._num_numbered[edge_set] = int(nodes.max()) + 1 if nodes.numel() else 0
@@ -133,13 +136,13 @@ class MessageContext(TapedContext):
 
     def next_call(self, layer: str) -> int:
         """Count a call of `layer` in the running segment and chunk; return its index."""
-        call = self._running.calls.get(layer, 0)
-        self._running.calls[layer] = call + 1
+        call = self._scope.calls.get(layer, 0)
+        self._scope.calls[layer] = call + 1
         return call
 
     def find_edges(self, edges: Any) -> int | None:
         """Return the edge set whose edges in the chunk are the tensor `edges` itself, or None."""
-        scope = self._running
+        scope = self._scope
         if scope.edge_set is not None:
             return scope.edge_set if edges is scope.chunk.edge_index else None
         numbers = range(self._plan.num_edge_sets)
@@ -148,7 +151,7 @@ class MessageContext(TapedContext):
 
     def find_flip(self, layer: str, edges: Tensor) -> int | None:
         """Return the edge set whose edges in the chunk are `edges` with swapped rows, or None."""
-        scope = self._running
+        scope = self._scope
         key = (scope.segment, layer, self.next_call(f"edges of {layer}"))
         # The whole graph decides: the few edges of a chunk may fit several sets.
         if key not in self._flips or self.is_whole:
@@ -174,7 +177,7 @@ class MessageContext(TapedContext):
     @contextmanager
     def directed(self, edge_set: int, is_reverse: bool) -> Iterator[Tensor]:
         """Switch to one edge set, maybe reversed, within the block; yield `[2, num_edges]`."""
-        before, chunk = self._running, self._chunk_of(edge_set, is_reverse)
+        before, chunk = self._scope, self._chunk_of(edge_set, is_reverse)
         self._scope = replace(before, chunk=chunk, edge_set=edge_set, is_reverse=is_reverse)
         self._scope.leaves = dict(before.leaves)
         try:
@@ -185,7 +188,7 @@ class MessageContext(TapedContext):
     def along(self, edges: Tensor) -> AbstractContextManager[Any]:
         """Switch to the edge set of `edges`, if there is one, within the block."""
         found = self.find_edges(edges)
-        if found is None or found == self._running.edge_set:
+        if found is None or found == self._scope.edge_set:
             return nullcontext()
         return self.directed(found, is_reverse=False)
 
@@ -194,7 +197,7 @@ class MessageContext(TapedContext):
         whole = self.whole_leaf(tensor)
         if whole is None:
             return None
-        scope, first = self._running, self.plan.first_slot
+        scope, first = self._scope, self.plan.first_slot
         part = whole[first + scope.chunk.edge_start : first + scope.chunk.edge_end]
         scope.leaves[id(part)] = scope.leaves[id(tensor)][0], version_of(part)
         return part
@@ -209,7 +212,7 @@ class MessageContext(TapedContext):
 
     def leaf_name(self, tensor: Tensor | None) -> str | None:
         """Return the name of the leaf of `tensor`; None if there is none, or it was modified."""
-        name, version = self._running.leaves.get(id(tensor), (None, 0))
+        name, version = self._scope.leaves.get(id(tensor), (None, 0))
         return name if tensor is not None and version == version_of(tensor) >= 0 else None
 
     @property
@@ -220,7 +223,7 @@ class MessageContext(TapedContext):
     def next_key(self, layer: str) -> CallKey:
         """Return the key for the next statistics of `layer` over all nodes."""
         call = self.next_call(f"statistics of {layer}")
-        return CallKey(self._running.segment, layer, call, "statistics")
+        return CallKey(self._scope.segment, layer, call, "statistics")
 
     def weighted_sum(
         self,
@@ -235,7 +238,7 @@ class MessageContext(TapedContext):
 
         None if the model computes edges or weights, or if the histories are on another device.
         """
-        scope = self._running
+        scope = self._scope
         if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
             return None
         if rows.size(0) != scope.chunk.num_nodes:
@@ -274,12 +277,12 @@ class MessageContext(TapedContext):
                 matrix = replace(entries, layout=layout).build(*size)
             if weight is None or not weight.requires_grad:
                 self.functions.matrices[id(edges)] = edges, source, matrix
-        self._running.matrices[id(matrix)] = matrix, entries
+        self._scope.matrices[id(matrix)] = matrix, entries
         return matrix
 
     def entries_of(self, edges: Any) -> Entries | None:
         """Return the entries of a matrix that `as_matrix` returned; None for all else."""
-        return self._running.matrices.get(id(edges), (None, None))[1]
+        return self._scope.matrices.get(id(edges), (None, None))[1]
 
     def widen(
         self,
@@ -292,7 +295,7 @@ class MessageContext(TapedContext):
         is_linear: bool = False,
     ) -> Tensor:
         """Append halo rows to `rows` in dimension `dim`; `is_linear`: used in a weighted sum."""
-        scope = self._running
+        scope = self._scope
         # Attention widens a tensor twice in a segment: push it once.
         memo = (id(rows), version_of(rows), scope.is_reverse)
         if version_of(rows) >= 0 and memo in scope.widened:
@@ -321,24 +324,19 @@ class MessageContext(TapedContext):
         wide: Tensor = cast(Any, PushPull).apply(rows, store, key, chunk, self.tape, is_linear)
         return wide
 
-    @property
-    def _running(self) -> Scope:
-        assert self._scope is not None, "a layer ran outside of the pipeline"
-        return self._scope
-
     def _plan_of(self, edge_set: int | None, is_reverse: bool) -> ChunkPlan:
         plan = self._plan.reverse if is_reverse else self._plan
         return plan if edge_set is None else plan.edge_set(edge_set)
 
     def _chunk_of(self, edge_set: int, is_reverse: bool) -> Chunk:
-        scope = self._running
+        scope = self._scope
         if (edge_set, is_reverse) == (scope.edge_set, scope.is_reverse):
             return scope.chunk
         plan = self._plan_of(edge_set, is_reverse)
         return plan.whole.chunks[0] if self.is_whole else plan.chunks[scope.chunk.index]
 
     def _is_flip_of(self, edges: Tensor, edge_set: int) -> bool:
-        other = self._chunk_of(edge_set, self._running.is_reverse).edge_index
+        other = self._chunk_of(edge_set, self._scope.is_reverse).edge_index
         return edges.shape == other.shape and torch.equal(edges, other.flip(0))
 
 

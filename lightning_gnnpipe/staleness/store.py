@@ -227,7 +227,7 @@ class HistoryStore:
         entry = self._entries[key]
         if entry.drift is None or chunk.is_whole:
             return None
-        stale = tuple(c for c in chunk.halo_chunks if entry.written[c] < self.step)
+        stale = tuple([c for c in chunk.halo_chunks if entry.written[c] < self.step])
         return (stale, entry.drift.seen[chunk.index]) if stale else None
 
     def pull(self, key: Hashable, chunk: Chunk, out: Tensor) -> set[int]:
