@@ -1,4 +1,4 @@
-"""Puts the pipeline behind methods of a module, and runs the user's own methods outside of it.
+"""Puts the pipeline behind a method of a module, and runs the user's own methods outside of it.
 
 Errors of the user's own methods are raised unchanged.
 """
@@ -6,7 +6,6 @@ Errors of the user's own methods are raised unchanged.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,70 +16,41 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, ChangedGraph, Inputs, classify
-from lightning_gnnpipe.errors import Fallbacks, GNNPipeError
-from lightning_gnnpipe.graph import tensors_in
+from lightning_gnnpipe.errors import GNNPipeError
 from lightning_gnnpipe.stages import Sample, draw_sample, undisturbed
-
-log = logging.getLogger(__name__)
 
 Run = Callable[[Sequence[Any], Mapping[str, Any], str], Any]
 
 
-class PipelinedMethods:
-    """Runs one method of a module in the pipeline: the first of `names` that training calls.
+class PipelinedMethod:
+    """Runs the method `name` of a module in the pipeline; counts its calls.
 
-    The rest run as they are written, and what they call of the pipelined one is pipelined. `name`
-    is that of the pipelined one: before training has called any, the first name. Where
-    `is_pipelined` says no, all run as they are written.
+    Where `is_pipelined` says no, it runs as it is written.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        names: Sequence[str],
-        is_pipelined: Callable[[], bool],
-        *,
-        is_quiet: bool = False,
-    ) -> None:
-        self.module, self.name = module, names[0]
-        self._names, self._is_pipelined = names, is_pipelined
-        self._is_known, self._num_runs = len(names) == 1, 0
-        self._fallbacks = Fallbacks(log, is_quiet=is_quiet)
+    def __init__(self, module: nn.Module, name: str, is_pipelined: Callable[[], bool]) -> None:
+        self.module, self.name, self.num_calls = module, name, 0
+        self._is_pipelined = is_pipelined
 
     def attach(self, run: Run) -> None:
-        """Replace the methods; `run` gets arguments and the name of the pipelined one."""
+        """Replace the method by `run`, which gets its arguments and its name."""
         self._run = run
-        for name in self._names:
-            vars(self.module)[name] = _Method(self, name)
+        vars(self.module)[self.name] = _Method(self)
 
     def detach(self) -> None:
-        """Restore the module's own methods."""
-        for name in self._names:
-            vars(self.module).pop(name, None)
+        """Restore the module's own method."""
+        vars(self.module).pop(self.name, None)
 
-    def call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a call of the method `name`."""
+    def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a call of the method."""
+        self.num_calls += 1
         if not self._is_pipelined():
-            return self.own(name)(*args, **kwargs)
-        has_tensors = next(tensors_in([*args, kwargs]), None) is not None
-        if not self._is_known and has_tensors and torch.is_grad_enabled():
-            self.name, self._is_known = name, True
-        if name == self.name:
-            self._num_runs += 1
-            return _with_changes(self._run(args, kwargs, name), args, kwargs)
-        num_runs = self._num_runs
-        result = self.own(name)(*args, **kwargs)
-        if has_tensors and self._num_runs == num_runs:
-            self._fallbacks.tell(
-                f"'{name}' is called beside '{self.name}', the pipelined method",
-                origin="pipelined layers",
-                to="the whole graph on every device in this call",
-            )
-        return result
+            return self.own()(*args, **kwargs)
+        return _with_changes(self._run(args, kwargs, self.name), args, kwargs)
 
-    def own(self, name: str) -> MethodType:
+    def own(self) -> MethodType:
         """Return the module's own method."""
-        return MethodType(getattr(type(self.module), name), self.module)
+        return MethodType(getattr(type(self.module), self.name), self.module)
 
 
 def _with_changes(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -99,18 +69,18 @@ def _with_changes(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 class _Method:
     """Takes the place of a method; copies of the module get the module's own method."""
 
-    def __init__(self, methods: PipelinedMethods, name: str) -> None:
-        self._methods, self._name = methods, name
+    def __init__(self, method: PipelinedMethod) -> None:
+        self._method = method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._methods.call(self._name, args, kwargs)
+        return self._method.call(args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        own = self._methods.own(self._name)
+        own = self._method.own()
         return MethodType(own.__func__, memo.get(id(own.__self__), own.__self__))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._methods.module, self._name)  # on loading, the class's own
+        return getattr, (self._method.module, self._method.name)  # on loading, the class's own
 
 
 @contextmanager

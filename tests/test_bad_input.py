@@ -16,17 +16,17 @@ from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
+from tests.helpers.trainers import weights
 from tests.test_user_errors import D, Make, Module, N, Net, fit, graph
 
 
 class Tied(Module):
     """Has a weight of a layer of the pipeline behind it as well."""
 
-    def __init__(self, name: str = "head") -> None:
+    def __init__(self) -> None:
         super().__init__()
-        head = nn.Linear(D, D)
-        head.weight = self.net.convs[1].lin.weight
-        setattr(self, name, head)
+        self.head = nn.Linear(D, D)
+        self.head.weight = self.net.convs[1].lin.weight
 
 
 class Pruned(Module):
@@ -112,7 +112,7 @@ CASES: dict[str, tuple[Any, ...]] = {  # the text, the module, and what is not a
         lambda: Module(None, twice),
         {"graph_parallel": 2, "async_halo": True},
     ),
-    "no forward": ("training_step to call the pipelined module", lambda: Module(None, a_layer)),
+    "no forward": ("training_step does not call forward of 'net'", lambda: Module(None, a_layer)),
     "optimizer": ("LBFGS", WithLBFGS),
     "loss": ("the same loss on every rank", LossOfRank),
     "attention": (
@@ -124,10 +124,6 @@ CASES: dict[str, tuple[Any, ...]] = {  # the text, the module, and what is not a
         lambda: Module(SharedNorm()),
         {"balance": "uniform"},  # with one layer on a stage, the other has the norm alone
     ),
-    "tied": ("'convs.1.lin.weight', which is also 'head.weight'", Tied),
-    # Its name begins as that of the pipelined module.
-    "tied by name": ("which is also 'net_head.weight'", lambda: Tied("net_head")),
-    "pruned": ("no 'convs...lin.weight'", Pruned),
     "batch": ("the same batch on every rank", Module, {"data": DIFFERENT}),
     "partition": (r"shape \[40\]", Module, PARTITION),
     "name": ("'pipelined_module' to name a submodule", Module, {"pipelined_module": "gnn"}),
@@ -149,5 +145,11 @@ def test_bad_input_is_refused_on_every_rank(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Tied, Pruned])
-def test_one_stage_may_have_what_several_may_not(kind: Make) -> None:
-    assert fit(kind(), graph(), 3).current_epoch == 2
+def test_weights_may_be_tied_and_renamed_on_two_stages(kind: Make) -> None:
+    found = []
+    for devices in (1, 2):
+        torch.manual_seed(0)
+        module = kind()
+        fit(module, graph(), 3, devices=devices, start_method="fork")
+        found.append(weights(module))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-6)

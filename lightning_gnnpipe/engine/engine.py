@@ -32,7 +32,7 @@ from lightning_gnnpipe.engine.passes import GraphPasses
 from lightning_gnnpipe.engine.resume import RankHistories, RunState, SavedRun, save_rank
 from lightning_gnnpipe.graph import ContentNumbers
 from lightning_gnnpipe.layers import guard_losses
-from lightning_gnnpipe.methods import PipelinedMethods, raising_wrong_arguments
+from lightning_gnnpipe.methods import PipelinedMethod, raising_wrong_arguments
 from lightning_gnnpipe.steps import (
     Controls,
     EngineOptions,
@@ -52,7 +52,7 @@ from lightning_gnnpipe.steps.training import PassState, join
 class PipelineEngine:
     """Runs one module as a pipeline; `controls` are read at the start of each training step.
 
-    One of the `methods` is pipelined; see `PipelinedMethods`.
+    Its `method` is pipelined; see `PipelinedMethod`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PipelineEngine:
         transport: Transport,
         options: EngineOptions,
         controls: Controls,
-        methods: Sequence[str] = ("forward",),
+        method: str = "forward",
     ) -> None:
         self.transport, self.options, self.controls = transport, options, controls
         self.graphs = GraphCache(options.chunks, options.histories, transport)
@@ -84,9 +84,8 @@ class PipelineEngine:
         self.identity = InputIdentity(module, self.contents, options.chunks.cross_edges)
         self._saved: SavedRun | None = None
         self.last_step = LastStep(transport)
-        is_quiet = not transport.world.is_root
-        self.methods = PipelinedMethods(module, methods, self._is_pipelined, is_quiet=is_quiet)
-        self.statistics = RunningStatistics(is_quiet=is_quiet)
+        self.method = PipelinedMethod(module, method, self._is_pipelined)
+        self.statistics = RunningStatistics(is_quiet=not transport.world.is_root)
         self._has_record = False  # a pass of the present step has ended
         self._unguard: Callable[[], None] = lambda: None
 
@@ -113,12 +112,12 @@ class PipelineEngine:
         return not any(one.training for one in self.model.module.modules())
 
     def attach(self) -> None:
-        """Put the pipeline behind the module's methods."""
-        self.methods.attach(self.forward)
+        """Put the pipeline behind the module's method."""
+        self.method.attach(self.forward)
         self._unguard = guard_losses(self.model.intercepted.convs)
 
     def detach(self) -> None:
-        self.methods.detach()
+        self.method.detach()
         self._unguard()
 
     def forward(

@@ -14,7 +14,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data, Dataset
 
@@ -22,14 +21,20 @@ from lightning_gnnpipe.batches import check_replicas
 from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.chunks import synchronize
 from lightning_gnnpipe.errors import ConfigError, Fallbacks
-from lightning_gnnpipe.methods import PipelinedMethods, is_one_graph
+from lightning_gnnpipe.methods import PipelinedMethod, is_one_graph
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.passing import Matrices
 from lightning_gnnpipe.planning.closed_forms import MESSAGE_S, Link
 from lightning_gnnpipe.planning.forecast import cut_checked, forecast
 from lightning_gnnpipe.planning.layouts import ForecastOptions
 from lightning_gnnpipe.planning.pipeline_plan import PipelinePlan
-from lightning_gnnpipe.stages import HeldTensors, as_written, find_pipelined, switched
+from lightning_gnnpipe.stages import (
+    HeldTensors,
+    as_written,
+    find_pipelined,
+    refuse_uncalled,
+    switched,
+)
 from lightning_gnnpipe.steps import graph_of_node, num_nodes
 
 log = logging.getLogger(__name__)
@@ -91,9 +96,13 @@ def plan_pipeline(
     )
     num_devices, layout = _asked_layout(options, num_stages, num_shards, num_devices)
     with as_written(module):
-        name, pipelined, methods = find_pipelined(module, options.pipelined_module)
+        found = find_pipelined(module, options.pipelined_module)
+    name, pipelined, method = found
     batch = _first_batch(data)
-    args, kwargs, method = _capture(module, pipelined, methods, batch)
+    captured = _capture(module, PipelinedMethod(pipelined, method, lambda: True), batch)
+    if captured is None:
+        refuse_uncalled(module, found)
+    args, kwargs = captured
     call = flatten_call(pipelined, args, kwargs, partial(num_nodes, batch), method)
     vector = call.batch_vector
     if vector is not None and graph_of_node(batch) is None and not vector.any():
@@ -171,20 +180,20 @@ def _first_batch(data: Data | Dataset | pl.LightningDataModule | DataLoader[Any]
 
 
 def _capture(
-    module: pl.LightningModule, pipelined: nn.Module, methods: Sequence[str], batch: Any
-) -> tuple[Sequence[Any], Mapping[str, Any], str]:
-    """Return the arguments and the name of the first pipelined method that is called."""
-    watched = PipelinedMethods(pipelined, methods, lambda: True)
+    module: pl.LightningModule, method: PipelinedMethod, batch: Any
+) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
+    """Return the arguments of the first call of `method`; None if there is no call."""
 
-    def stop(*call: Any) -> None:  # its arguments, keywords and name
-        raise _Captured(*call)
+    def stop(args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> None:
+        raise _Captured(args, kwargs)
 
-    watched.attach(stop)
+    method.attach(stop)
     try:
         with as_written(module), switched(module, True), torch.no_grad():
             module.training_step(batch, 0)
     except _Captured as captured:
-        return captured.args
+        args, kwargs = captured.args
+        return args, kwargs
     except (RuntimeError, AttributeError, TypeError) as error:
         if "trainer" not in str(error).lower():  # an error of the user's code
             raise
@@ -194,12 +203,8 @@ def _capture(
             remedy="Call the pipelined module before you use self.log or self.trainer.",
         ) from error
     finally:
-        watched.detach()
-    raise ConfigError(
-        expected="training_step to call the pipelined module",
-        found="no call",
-        remedy="Name the module that it calls: GNNPipeStrategy(pipelined_module=...).",
-    )
+        method.detach()
+    return None
 
 
 def _time_loss(

@@ -2,10 +2,10 @@
 
 from lightning_gnnpipe.stages.cut import cut_module
 from lightning_gnnpipe.stages.find import (
-    LAYER_BY_LAYER,
     as_written,
     find_pipelined,
     is_listed,
+    refuse_uncalled,
     switched,
 )
 from lightning_gnnpipe.stages.held import HeldTensors

@@ -1,7 +1,7 @@
-"""Finds the pipelined module, the smallest one that holds all message passing, and its methods.
+"""Finds the pipelined module: the smallest one that holds all message passing and has a forward.
 
-Which of them is pipelined shows when training calls one. A module that torch.fx cannot trace lists
-its layers in a method `pipeline_layers`.
+`pipelined_module` names another, or a method. A module that torch.fx cannot trace lists its layers
+in a method `pipeline_layers`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from types import FunctionType
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import fx, nn
@@ -20,7 +20,6 @@ from torch_geometric.nn import MessagePassing
 from lightning_gnnpipe._compat_torch import compiled_calls, without_compile
 from lightning_gnnpipe.calls import Call
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
-from lightning_gnnpipe.stages.reads import names_in
 
 LAYER = """    class Mean(MessagePassing):
         def __init__(self):
@@ -29,14 +28,13 @@ LAYER = """    class Mean(MessagePassing):
             return self.propagate(edge_index, x=x)
         def message(self, x_j):
             return x_j"""
-LAYER_BY_LAYER = (
-    "Where training_step calls layer after layer, put the calls into a method, and call that:\n"
-    "    def embed(self, x, edge_index):\n"
+_NUM_SHOWN = 6
+_LAYER_BY_LAYER = (
+    "If it calls layer after layer, put the calls into forward, and call self(x, edge_index):\n"
+    "    def forward(self, x, edge_index):\n"
     "        x = self.conv1(x, edge_index).relu()\n"
     "        return self.conv2(x, edge_index)"
 )
-
-_OF_STEPS = {"log", "log_dict", "manual_backward", "optimizers"}  # no network has them in its code
 
 
 def contains_passing(module: nn.Module) -> bool:
@@ -56,7 +54,7 @@ def _is_layer(module: nn.Module) -> bool:
 def is_library(module: nn.Module) -> bool:
     """Whether torch, PyG or Lightning defines the forward of `module`."""
     forward = type(module).forward
-    return _is_library(forward) or _origin(forward).startswith("torch_geometric.")
+    return _is_library(forward) or _is_of_pyg(forward)
 
 
 @contextmanager
@@ -141,25 +139,44 @@ def run_listed(call: Call, module: Any, leaves: Sequence[Any], num_graphs: Any) 
 
 
 class Pipelined(NamedTuple):
-    """The pipelined module, its name in the LightningModule, and methods of which one is pipelined.
+    """The pipelined module, its name in the LightningModule, and its method that is pipelined.
 
-    The name is empty for the LightningModule itself. The likeliest method is the first.
+    The name is empty for the LightningModule itself.
     """
 
     name: str
     module: nn.Module
-    methods: tuple[str, ...]
+    method: str
 
 
 def find_pipelined(module: nn.Module, name: str | None) -> Pipelined:
     """Find what to pipeline in `module`; `name` is that of a submodule or method, if given."""
-    if name is None:
-        _check_passing(module)
-        path, found = _descend("", module)
-        return Pipelined(path, found, _find_methods(found, module))
-    chosen = _find_named(module, name)
-    _check_passing(chosen.module)
-    return chosen
+    if name is not None:
+        chosen = _find_named(module, name)
+        _check_passing(chosen.module)
+        return chosen
+    _check_passing(module)
+    found = _find_smallest("", module)
+    if found is None:
+        holders = " and ".join(f"'{name}'" for name, _ in _find_holders(module))
+        _refuse(module, f"Message passing is in {holders}, without a forward that holds all of it")
+    return found
+
+
+def refuse_uncalled(module: nn.Module, found: Pipelined) -> NoReturn:
+    """Refuse a training step of `module` that did not call what is pipelined."""
+    owner = f"'{found.name}'" if found.name else "the LightningModule"
+    own = [one for one in (found.name, found.method) if one not in ("", "forward")]
+    fact = f"training_step does not call {found.method} of {owner}, which is pipelined"
+    _refuse(module, fact, ".".join(own))
+
+
+def _refuse(module: nn.Module, fact: str, own: str = "") -> NoReturn:
+    names = [one for one in _callable_names(module) if one != own][:_NUM_SHOWN] or ["net.encode"]
+    lines = "".join(f'\n    GNNPipeStrategy(pipelined_module="{name}")' for name in names)
+    raise UnsupportedError(
+        f"{fact}. Name the module or method that training_step calls:{lines}\n{_LAYER_BY_LAYER}"
+    )
 
 
 def _find_named(module: nn.Module, name: str) -> Pipelined:
@@ -171,10 +188,10 @@ def _find_named(module: nn.Module, name: str) -> Pipelined:
             continue
         is_whole = path == name
         path, found = without_compile(path, found)
-        if is_whole:
-            return Pipelined(path, found, _find_methods(found, module))
-        if isinstance(getattr(type(found), method, None), FunctionType):
-            return Pipelined(path, found, (method,))
+        if is_whole and not _has_forward(found):
+            _refuse(module, f"'{name}' has no forward")
+        if is_whole or isinstance(getattr(type(found), method, None), FunctionType):
+            return Pipelined(path, found, "forward" if is_whole else method)
     raise ConfigError(
         expected="'pipelined_module' to name a submodule of the LightningModule, or a method",
         found=repr(name),
@@ -182,83 +199,44 @@ def _find_named(module: nn.Module, name: str) -> Pipelined:
     )
 
 
-def _find_methods(module: nn.Module, root: nn.Module) -> tuple[str, ...]:
-    """Return forward, if there is one, and methods whose code names a part with message passing.
+def _callable_names(root: nn.Module) -> Iterator[str]:
+    """Yield names of modules with message passing and a forward, and of methods of such modules.
 
-    First come the ones that the training_step of `root` names, in its order.
+    Methods are public ones of the user's own classes that take an argument, and no hooks.
     """
-    parts = {name for name, child in module.named_children() if contains_passing(child)}
-    kind = type(module)
-    found = ["forward"] if _has_forward(module) else []
-    for name, method in _methods(kind):
-        names = set(names_in(method.__code__))
-        is_step = names & _OF_STEPS or len(inspect.signature(method).parameters) < 2
-        is_hook = any(name in vars(base) for base in kind.__mro__ if _is_library(base))
-        if names & parts and not is_step and not is_hook:
-            found.append(name)
-    starts = ("training_step",) if module is root else ("training_step", "forward")
-    called = _names_behind(type(root), *starts)
-    found.sort(key=lambda name: called.index(name) if name in called else len(called))
-    return tuple(dict.fromkeys(found)) or ("forward",)
+    (_, own), *inside = itertools.starmap(without_compile, root.named_modules())
+    for path, module in sorted(inside, key=lambda one: one[0].count(".")):
+        if contains_passing(module) and not isinstance(module, MessagePassing):
+            yield from [path] if _has_forward(module) else []
+            yield from (f"{path}.{name}" for name in _methods(type(module)))
+    yield from _methods(type(own))
 
 
-def _methods(kind: type) -> Iterator[tuple[str, FunctionType]]:
-    """Yield the methods of `kind` and of its bases, with their names."""
-    for base in kind.__mro__:
-        if not _is_library(base):
-            yield from ((n, m) for n, m in vars(base).items() if isinstance(m, FunctionType))
+def _methods(kind: type) -> list[str]:
+    """Return the names of public methods that no library defines and that take an argument."""
+    bases = [one for one in kind.__mro__ if _is_library(one) or _is_of_pyg(one)]
+    own = {name: one for base in reversed(kind.__mro__) for name, one in vars(base).items()}
+    return [
+        name
+        for name, one in own.items()
+        if isinstance(one, FunctionType)
+        and not name.startswith("_")
+        and not any(hasattr(base, name) for base in bases)
+        and len(inspect.signature(one).parameters) > 1
+    ]
 
 
-def _names_behind(kind: type, *methods: str) -> list[str]:
-    """Return the names in the code of `methods`, and of methods that they name, in their order."""
-    found: dict[str, None] = {}
-
-    def follow(name: str) -> None:
-        if name not in found:
-            found[name] = None
-            codes = (one.__code__ for other, one in _methods(kind) if other == name)
-            for code in codes:
-                read(name, code, codes)
-
-    def read(name: str, code: CodeType, bases: Iterator[CodeType]) -> None:
-        for inner in names_in(code):
-            if inner == name:  # by super(): the base's code runs here
-                for base in bases:
-                    read(name, base, bases)
-            follow(inner)
-
-    for method in methods:
-        follow(method)
-    return list(found)
-
-
-def _descend(name: str, module: nn.Module) -> tuple[str, nn.Module]:
+def _find_smallest(name: str, module: nn.Module) -> Pipelined | None:
+    """Return the smallest module with all message passing of `module` and a forward, if any."""
     holders = _find_holders(module)
-    is_bare = not name and not _has_forward(module)
-    if is_bare:
-        called = _names_behind(type(module), "training_step")
-        holders = [one for one in holders if one[0].partition(".")[0] in called] or holders
     if len(holders) == 1:
         child_name, child = holders[0]
         if not isinstance(child, MessagePassing):
-            found = _descend(f"{name}.{child_name}" if name else child_name, child)
-            if not _is_container(found[1]):
+            path = f"{name}.{child_name}" if name else child_name
+            found = _find_smallest(path, child)
+            if found is not None:
                 return found
-    if is_bare and _find_methods(module, module) == ("forward",):
-        are_layers = all(
-            isinstance(one, MessagePassing) or _is_container(one) for _, one in holders
-        )
-        raise UnsupportedError(
-            expected="all trainable message-passing layers in one submodule, or in one method of "
-            "the LightningModule",
-            found=" and ".join(f"'{child}'" for child, _ in holders),
-            remedy=LAYER_BY_LAYER
-            if are_layers
-            else "Choose one with GNNPipeStrategy(pipelined_module=...): each device then "
-            "runs the rest whole. Or write a forward of the LightningModule that calls all of "
-            "them, and call it in training_step.",
-        )
-    return name, module
+    return Pipelined(name, module, "forward") if _has_forward(module) else None
 
 
 def _find_holders(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -296,6 +274,10 @@ def _is_library(one: Any) -> bool:
     """Whether torch or Lightning defines a class or function."""
     names = ("builtins", "torch", "lightning", "pytorch_lightning")
     return _origin(one).partition(".")[0] in names
+
+
+def _is_of_pyg(one: Any) -> bool:
+    return _origin(one).startswith("torch_geometric.")
 
 
 def _origin(one: Any) -> str:

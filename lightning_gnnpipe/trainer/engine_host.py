@@ -1,4 +1,4 @@
-"""Puts the engine behind the pipelined module's methods for a run, and runs the user's steps.
+"""Puts the engine behind the pipelined module's method for a run, and runs the user's steps.
 
 Only calls of the module within these steps are pipelined.
 """
@@ -21,16 +21,12 @@ from lightning_gnnpipe.errors import ConfigError, Fallbacks
 from lightning_gnnpipe.layers import check_support
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.report import describe_stages, format_stages
-from lightning_gnnpipe.stages import Stage, as_written, find_pipelined
+from lightning_gnnpipe.stages import Stage, as_written, find_pipelined, refuse_uncalled
 from lightning_gnnpipe.steps import Controls
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer.processes import Processes
 from lightning_gnnpipe.trainer.random_state import random_state, set_random_state
-from lightning_gnnpipe.trainer.refuse import (
-    check_sync,
-    refuse_evaluations,
-    refuse_uncalled,
-)
+from lightning_gnnpipe.trainer.refuse import check_sync, refuse_evaluations
 from lightning_gnnpipe.trainer.replicas import Replicas
 
 log = logging.getLogger(__name__)
@@ -54,7 +50,6 @@ class EngineHost:
         self.controls = Controls()  # requests of callbacks for the next training step
         self.last_run: RunState | None = None  # that trained, without histories
         self._engine: PipelineEngine | None = None
-        self._prefix = ""
         self._patched = ExitStack()
         self._num_evaluations = 0  # of the loss, for the present batch
 
@@ -90,7 +85,8 @@ class EngineHost:
                 origin="modules compiled by torch.compile",
                 to="the modules as they are written",
             )
-        self._prefix, pipelined, methods = find_pipelined(module, options.pipelined_module)
+        self._found = find_pipelined(module, options.pipelined_module)
+        self._is_called, pipelined = False, self._found.module
         check_support(pipelined, 1)  # with one chunk; more are checked at the first forward
         seed = self._processes.share_start(module)
         if resumed is not None:
@@ -99,7 +95,9 @@ class EngineHost:
             set_random_state(random, self._strategy.root_device)
         engine_options = options.for_engine(seed, self._strategy.world_size, is_fitting=is_fitting)
         transport = self._processes.transport
-        engine = PipelineEngine(pipelined, transport, engine_options, self.controls, methods)
+        engine = PipelineEngine(
+            pipelined, transport, engine_options, self.controls, self._found.method
+        )
         self._engine = engine
         engine.attach()
         if resumed is not None:
@@ -157,12 +155,13 @@ class EngineHost:
         if _compat.skips_backward(trainer):  # histories are of the weights before averaging
             self.controls.is_exact = True
             engine.statistics.stale.clear()  # Lightning computes them anew
-        passes = engine.num_training_passes
+        num_calls = engine.method.num_calls
         with engine.called_by("training"):
             output = step(*args)
+        self._is_called |= engine.method.num_calls > num_calls
         self.controls.reset()  # requests are for one step
-        if engine.num_training_passes == passes:
-            refuse_uncalled(self._prefix, engine.methods.name)
+        if not self._is_called:
+            refuse_uncalled(module, self._found)
         loss = output.get("loss") if isinstance(output, dict) else output
         engine.note_loss(float(loss.detach()) if isinstance(loss, Tensor) else None)
         self._processes.signals.obey()

@@ -10,7 +10,6 @@ from lightning.pytorch.plugins import Precision
 from torch.optim import Optimizer
 
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
-from lightning_gnnpipe.stages import LAYER_BY_LAYER
 
 
 def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
@@ -48,16 +47,6 @@ def check_sync(is_asked: bool, num_replicas: int) -> None:
             "micro-batch",
             "Leave it out, or use LayerNorm or GraphNorm.",
         )
-
-
-def refuse_uncalled(name: str, method: str) -> NoReturn:
-    """Refuse a training step that did not call `method` of the pipelined module `name`."""
-    _refuse(
-        f"training_step to call the pipelined module '{name or 'self'}'",
-        f"no call of its {method}",
-        "Name what you call, a module or a method: "
-        f"GNNPipeStrategy(pipelined_module='net.encode'). {LAYER_BY_LAYER}",
-    )
 
 
 def refuse_import(what: str = "Trainer") -> NoReturn:

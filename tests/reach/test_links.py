@@ -159,7 +159,8 @@ def fit(kind: type[Links], net: Callable[[], nn.Module], chunks: int, stages: in
     L.seed_everything(1, verbose=False)
     module = kind(net()).double()
     options = {"max_epochs": 4, "num_sanity_val_steps": 0}
-    trainer = quiet_trainer(stages, {"num_chunks": chunks} if chunks else None, **options)
+    piped = {"num_chunks": chunks, "pipelined_module": "net.encode" if net is Encoder else None}
+    trainer = quiet_trainer(stages, piped if chunks else None, **options)
     trainer.fit(module, *(DataLoader([one], batch_size=None) for one in (train, val)))
     return module
 
@@ -188,7 +189,7 @@ def test_links_train_in_two_stages(kind: type[Links], net: Callable[[], nn.Modul
 
 HABITS = {
     "`RandomLinkSplit`, new `negative_sampling` in each epoch, a decoder outside": (
-        "as plainly; the rows of neighbours stay as they are",
+        'with `pipelined_module="net.encode"`; the rows of neighbours stay as they are',
         test_links_train_in_chunks,
         *("Links", "Predictor"),
     ),

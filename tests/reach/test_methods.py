@@ -236,20 +236,6 @@ class HelperBesideForward(Helper):
         return self(data.x, data.edge_index)
 
 
-class Private(Nodes):
-    """A method with an underscore, and the graph as its argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList([gnn.GCNConv(D, H), gnn.GCNConv(H, H)])
-
-    def _rows(self, data: Data) -> Tensor:
-        x = data.x
-        for conv in self.convs:
-            x = torch.tanh(conv(x, data.edge_index))
-        return x
-
-
 class OneCalled(Nodes):
     """Two networks; training calls one."""
 
@@ -262,6 +248,24 @@ class OneCalled(Nodes):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.encoder.parameters(), lr=0.1)
+
+
+class InTurn(OneCalled):
+    """Trains network and head, the head alone without gradients of the network, or on its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.unused = nn.Linear(H, H), nn.Identity()
+
+    def _rows(self, data: Data) -> Tensor:
+        if self.trainer.training and self.current_epoch % 3 == 2:
+            return self.head(self.rows)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.current_epoch % 3 == 1):
+            self.rows = super()._rows(data)
+        return self.head(self.rows)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.encoder.parameters(), *self.head.parameters()], lr=0.1)
 
 
 class Backbone(OneCalled):
@@ -290,29 +294,31 @@ class Inference(OneCalled):
         return self.encoder.inference(data.x, data.edge_index)
 
 
-CASES: dict[str, Callable[[], Module]] = {
-    "GAE": lambda: Auto(GAE(Encoder())),
-    "GAE of one layer": lambda: Auto(GAE(gnn.GCNConv(D, H))),
-    "VGAE": lambda: Auto(VGAE(Variational())),
-    "ARGVA, two optimizers": Adversarial,
-    "encode and decode": lambda: Module(Net()),
-    "encode, evaluated by forward": lambda: Predictor(NetWithForward()),
-    "encode beside forward": lambda: Module(NetWithForward()),
-    "two methods": lambda: Twice(Several()),
-    "a copy": lambda: Copying(Net()),
-    "layers of the LightningModule": Helper,
-    "layers of the LightningModule, with forward": HelperBesideForward,
-    "a private method": Private,
-    "one of two networks": OneCalled,
-    "a backbone": Backbone,
-    "another method in evaluation": Inference,
+# Each with what `pipelined_module` names.
+CASES: dict[str, tuple[Callable[[], Module], str | None]] = {
+    "GAE": (lambda: Auto(GAE(Encoder())), None),
+    "GAE of one layer": (lambda: Auto(GAE(gnn.GCNConv(D, H))), "net.encode"),
+    "VGAE": (lambda: Auto(VGAE(Variational())), None),
+    "ARGVA, two optimizers": (Adversarial, None),
+    "encode and decode": (lambda: Module(Net()), "net.encode"),
+    "encode, evaluated by forward": (lambda: Predictor(NetWithForward()), "net.encode"),
+    "two methods": (lambda: Twice(Several()), "net.encode"),
+    "a copy": (lambda: Copying(Net()), "net.encode"),
+    "layers of the LightningModule": (Helper, "embed"),
+    "layers of the LightningModule, with forward": (HelperBesideForward, "embed"),
+    "one of two networks": (OneCalled, "encoder"),
+    "a backbone": (Backbone, None),
+    "another method in evaluation": (Inference, None),
+    "the head alone in turn": (InTurn, None),
 }
 
 
 def fit(
-    make: Callable[[], Module], num_chunks: int, devices: int = 1, **options: Any
+    case: str | Callable[[], Module], num_chunks: int, devices: int = 1, **options: Any
 ) -> tuple[Module, L.Trainer]:
     """Train for three epochs; plainly for 0 chunks."""
+    make, name = CASES[case] if isinstance(case, str) else (case, None)
+    options = {"pipelined_module": name, **options}
     module, trainer = fresh(make), trainer_of(num_chunks, devices, **options)
     trainer.fit(module, BatchList([graph()]), BatchList([graph()]))
     return module, trainer
@@ -332,14 +338,14 @@ def assert_same(found: Module, plain: Module) -> None:
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", CASES)
 def test_in_exact_mode_it_is_equal_to_plain(name: str) -> None:
-    found, _ = fit(CASES[name], 1)
-    assert_same(found, fit(CASES[name], 0)[0])
+    found, _ = fit(name, 1)
+    assert_same(found, fit(name, 0)[0])
 
 
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_in_chunks_and_validates_exactly(name: str) -> None:
-    module, trainer = fit(CASES[name], 3, balance="uniform")
+    module, trainer = fit(name, 3, balance="uniform")
     assert len(module.losses) == module.num_chunks == 3
     module.seen.clear()
     for one in (trainer, trainer_of(0)):
@@ -348,7 +354,7 @@ def test_it_trains_in_chunks_and_validates_exactly(name: str) -> None:
 
 
 def test_predict_is_equal_to_plain() -> None:
-    module, trainer = fit(lambda: Predictor(NetWithForward()), 3)
+    module, trainer = fit("encode, evaluated by forward", 3)
     found, plain = (one.predict(module, BatchList([graph()])) for one in (trainer, trainer_of(0)))
     torch.testing.assert_close(found, plain, rtol=0, atol=1e-10)
 
@@ -357,12 +363,12 @@ def test_stages_train_as_plain(tmp_path: Path) -> None:
     """Every rank runs the second method, with weights of the last stage."""
 
     def make() -> Module:
-        module = CASES["two methods"]()
+        module = CASES["two methods"][0]()
         module.folder = tmp_path
         return module
 
     plain, _ = fit(make, 0)
-    module, _ = fit(make, 1, devices=2)
+    module, _ = fit(make, 1, devices=2, pipelined_module="net.encode")
     for rank in range(2):
         module.losses, module.seen = torch.load(tmp_path / f"{rank}.pt")
         assert_same(module, plain)
@@ -371,10 +377,11 @@ def test_stages_train_as_plain(tmp_path: Path) -> None:
 def test_replicas_average_weights_of_the_decoder(tmp_path: Path) -> None:
     found, plain = (
         fit_batches(
-            fresh(CASES["encode and decode"]),
+            fresh(CASES["encode and decode"][0]),
             DataLoader([graph(seed) for seed in range(8)], batch_size=2),
             num_stages=num_stages,
             num_replicas=2,
+            strategy_kwargs={"pipelined_module": "net.encode"},
             num_chunks=2,
             tmp_path=tmp_path,
         )
@@ -389,30 +396,10 @@ def fresh(make: Callable[[], Module]) -> Module:
         return make()
 
 
-def test_a_second_method_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    fit(CASES["two methods"], 3)
-    text = "'smooth' is called beside 'encode', the pipelined method: from pipelined layers to"
-    assert sum(one.startswith(text) for one in caplog.messages) == 1
-    caplog.clear()
-    fit(CASES["encode, evaluated by forward"], 3)
-    assert not any("is called beside" in one for one in caplog.messages)  # it calls encode
-
-
-@pytest.mark.some_cases(2)
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [
-        ("net.encode", "encode, evaluated by forward"),
-        ("net", "encode, evaluated by forward"),
-        ("embed", "layers of the LightningModule, with forward"),
-    ],
-)
-def test_a_method_can_be_named(name: str, case: str) -> None:
-    module, _ = fit(CASES[case], 3, pipelined_module=name)
-    assert module.num_chunks == 3
+def test_what_is_named_must_exist() -> None:
     for wrong in ("net.embed", "net.conv1.nothing", "embeds", "losses"):
         with pytest.raises(ConfigError, match="a submodule of the LightningModule, or a method"):
-            fit(CASES[case], 3, pipelined_module=wrong)
+            fit("layers of the LightningModule", 3, pipelined_module=wrong)
 
 
 class Bare(Module):
@@ -427,31 +414,53 @@ class Bare(Module):
         return F.cross_entropy(self.conv2(x, data.edge_index), data.y)
 
 
-class LayerByLayer(Helper):
-    """The same, beside another method."""
+# How a refusal begins, and the first name that it shows.
+REFUSED: dict[str, tuple[Callable[[], Module], dict[str, str], str, str]] = {
+    "one by one": (
+        Bare,
+        {},
+        "Message passing is in 'conv1' and 'conv2', without a forward",
+        "loss",
+    ),
+    "a method": (lambda: Module(Net()), {}, "Message passing is in 'net', without", "net.encode"),
+    "named": (
+        lambda: Module(Net()),
+        {"pipelined_module": "net"},
+        *("'net' has no forward. Name the module or", "net.encode"),
+    ),
+    "two networks": (OneCalled, {}, "Message passing is in 'encoder' and 'unused', w", "encoder"),
+    "beside forward": (
+        lambda: Module(NetWithForward()),
+        {},
+        *("training_step does not call forward of 'net', which is pipelined. Name", "net.encode"),
+    ),
+    "not this method": (
+        HelperBesideForward,
+        {"pipelined_module": "score"},
+        *("training_step does not call score of the LightningModule, which is", "loss"),
+    ),
+}
 
-    training_step = Bare.training_step
 
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (Bare, "in one method of the LightningModule (got 'conv1' and 'conv2')"),
-        (LayerByLayer, "to call the pipelined module 'self' (got no call of its embed)"),
-    ],
-)
-def test_layers_called_one_by_one_are_refused_with_what_to_write(
-    make: Callable[[], Module], text: str
-) -> None:
+@pytest.mark.some_cases(3)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_training_does_not_call_is_refused_with_what_to_write(case: str) -> None:
+    make, options, fact, name = REFUSED[case]
     with pytest.raises(UnsupportedError) as error:
-        fit(make, 3)
-    assert text in str(error.value)
-    assert "    def embed(self, x, edge_index):\n        x = self.conv1(" in str(error.value)
+        fit(make, 3, **options)
+    text = str(error.value)
+    assert text.startswith(fact)
+    assert f'training_step calls:\n    GNNPipeStrategy(pipelined_module="{name}")\n' in text
+    assert "    def forward(self, x, edge_index):\n        x = self.conv1(" in text
+    if "does not call" in fact:
+        with pytest.raises(UnsupportedError, match="training_step does not call"):
+            GNNPipeStrategy(num_chunks=2, **options).plan(fresh(make), graph(), num_stages=1)
 
 
 def test_a_plan_is_of_the_method_that_is_called() -> None:
-    module = fresh(CASES["encode, evaluated by forward"])
-    plan = GNNPipeStrategy(num_chunks=2).plan(module, graph(), num_stages=2)
+    module = fresh(CASES["encode, evaluated by forward"][0])
+    strategy = GNNPipeStrategy(num_chunks=2, pipelined_module="net.encode")
+    plan = strategy.plan(module, graph(), num_stages=2)
     assert sum(stage.num_layers for stage in plan.stages) == 3
     assert "encode" not in vars(module.net)
 
@@ -459,17 +468,17 @@ def test_a_plan_is_of_the_method_that_is_called() -> None:
 trains = test_it_trains_in_chunks_and_validates_exactly
 HABITS = {
     "`encode` of GAE, VGAE, ARGVA": (
-        "as plainly; `encode` is pipelined",
+        "as plainly; the encoder's `forward` is pipelined",
         trains,
-        *("GAE", "GAE of one layer", "VGAE", "ARGVA, two optimizers"),
+        *("GAE", "VGAE", "ARGVA, two optimizers"),
     ),
     "`encode` and `decode` of a network, with or without `forward`": (
-        "as plainly; `encode` is pipelined, each device decodes",
+        'with `pipelined_module="net.encode"`; each device decodes',
         trains,
-        *("encode and decode", "encode, evaluated by forward", "encode beside forward"),
+        *("encode and decode", "encode, evaluated by forward", "GAE of one layer"),
     ),
     "a second method with message passing": (
-        "as plainly; runs on the whole graph on each device, which a warning says",
+        "as plainly; runs on the whole graph on each device",
         trains,
         "two methods",
     ),
@@ -479,19 +488,24 @@ HABITS = {
         "another method in evaluation",
     ),
     "layers as attributes of the LightningModule, called by a method of it": (
-        "as plainly; that method is pipelined",
+        'with `pipelined_module="embed"`, or call them in `forward`',
         trains,
         *("layers of the LightningModule", "layers of the LightningModule, with forward"),
-        "a private method",
     ),
     "layers called one by one in `training_step`": (
-        "refused: call them in a method",
-        test_layers_called_one_by_one_are_refused_with_what_to_write,
+        "refused: call them in `forward`",
+        test_what_training_does_not_call_is_refused_with_what_to_write,
+        "one by one",
     ),
     "two networks, of which training calls one": (
-        "as plainly; that one is pipelined",
+        'with `pipelined_module="encoder"`',
         trains,
         "one of two networks",
+    ),
+    "the network's rows without gradients in some steps": (
+        "as plainly",
+        trains,
+        "the head alone in turn",
     ),
     "a second name for the layers (`self.backbone`)": ("as plainly", trains, "a backbone"),
     "`copy.deepcopy(net)` in `training_step`": ("as plainly on one stage", trains, "a copy"),
