@@ -15,5 +15,6 @@ from lightning_gnnpipe.comm.groups import (
     choose_wire,
     end_groups_at_exit,
     restart_store,
+    store_after_failure,
 )
 from lightning_gnnpipe.comm.transport import Label, Transport

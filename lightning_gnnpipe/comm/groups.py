@@ -17,11 +17,12 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, TCPStore
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from lightning_gnnpipe.errors import Fallbacks
 
 _made: list[ref[ProcessGroup]] = []  # the default group, if the package created it
+_broken: list[Store] = []  # of each failure so far
 log = logging.getLogger(__name__)
 GPU_BACKEND = "cpu:gloo,cuda:nccl"  # gloo for CPU tensors, NCCL for GPU tensors
 
@@ -176,8 +177,22 @@ def end_groups_at_exit(*, is_new: bool) -> None:
 
 
 def abandon_groups() -> None:
-    """Skip the teardown at exit: threads of the groups may wait for failed ranks."""
+    """Skip the teardown at exit: threads of the broken groups may wait for failed ranks."""
     atexit.unregister(_end_groups)
+    if _is_ours():
+        _broken.append(_get_default_store())
+        _made.clear()
+
+
+def store_after_failure() -> Store | None:
+    """Return a store in which the ranks find each other again, without the groups that broke.
+
+    None if no group of the package has broken since.
+    """
+    if not _broken or _made or not dist.is_initialized():
+        return None
+    dist.destroy_process_group()
+    return PrefixStore(f"after_failure_{len(_broken)}", _broken[-1])
 
 
 def _end_groups() -> None:

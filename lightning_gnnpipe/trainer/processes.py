@@ -39,6 +39,7 @@ from lightning_gnnpipe.comm import (
     end_groups_at_exit,
     is_communication_error,
     restart_store,
+    store_after_failure,
 )
 from lightning_gnnpipe.errors import ConfigError, PeerError
 from lightning_gnnpipe.options import StrategyOptions
@@ -62,6 +63,7 @@ class Processes:
     ) -> None:
         self._strategy, self._options, self._backend = strategy, options, backend
         self._transport: Transport | None = None
+        self._is_broken = False  # by an error, until the next run
         self.signals = StopSignals()
 
     @property
@@ -156,9 +158,9 @@ class Processes:
             layout = options.resolve_layout(dist.get_world_size())
             wire = choose_wire(device, backend)
         world = World(rank, size, device, options.timeout, wire, options.data_parallel)
-        if self._transport is None or self._transport.world != world:
+        if self._is_broken or self._transport is None or self._transport.world != world:
             self.end_run()
-            self._transport = Transport(world, layout, Meter())
+            self._transport, self._is_broken = Transport(world, layout, Meter()), False
         self._transport.begin_run()
 
     def end_run(self) -> None:
@@ -174,7 +176,9 @@ class Processes:
         backend = self._backend or (GPU_BACKEND if default == "nccl" else default)
         # Processes start at their own pace, so the first rendezvous may take longer than a message.
         timeout = max(self._options.timeout, _LEAST_START_TIMEOUT)
-        store = restart_store(environment.main_address, environment.main_port, timeout)
+        store = store_after_failure()
+        if store is None:
+            store = restart_store(environment.main_address, environment.main_port, timeout)
         is_new = not dist.is_initialized()
         _compat.init_dist_connection(environment, backend, timeout=timeout, store=store)
         end_groups_at_exit(is_new=is_new)
@@ -240,7 +244,8 @@ class Processes:
         is_stop = isinstance(exception, SIGTERMException) and self.signals.stops_together
         if not self.has_peers or is_stop:
             return
-        abandon_groups()  # whose threads may wait for failed ranks
+        abandon_groups()
+        self._is_broken = True
         text = f"Rank {self._strategy.global_rank} failed: {cause_of(exception)}"
         if isinstance(exception, PeerError):
             text = str(exception)
