@@ -41,7 +41,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup
+from lightning_gnnpipe import (
+    EmbeddingRefresh,
+    FullGraphDataModule,
+    GNNPipeStrategy,
+    StalenessWarmup,
+)
 from lightning_gnnpipe.models import GCNII, NodeClassifier, ResGCNPlus
 from lightning_gnnpipe.types import CodecOption, StalenessName
 
@@ -131,6 +136,8 @@ def train_once(datamodule: FullGraphDataModule, setting: Setting, seed: int) -> 
                 start_method="fork",
             )
             callbacks.append(StalenessWarmup(num_epochs=setting.num_exact_epochs))
+            if setting.model != "resgcnplus-batch" and not setting.async_halo:
+                callbacks.append(EmbeddingRefresh(every_n_epochs=1))  # of the validation
         trainer = L.Trainer(
             accelerator="cpu",
             devices=setting.num_shards,

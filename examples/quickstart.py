@@ -32,6 +32,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from lightning_gnnpipe import (
+    EmbeddingRefresh,
     FullGraphDataModule,
     GNNPipeStrategy,
     StalenessMonitor,
@@ -114,6 +115,7 @@ def train_pipeline(
         options,
         [
             StalenessWarmup(num_epochs=NUM_EXACT_EPOCHS),
+            EmbeddingRefresh(every_n_epochs=1),
             StalenessMonitor(),
             timer,
             step_stats,

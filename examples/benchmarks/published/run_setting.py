@@ -31,7 +31,7 @@ from quiet import silence_lightning
 from resumable import NO_GRAPH
 from settings import Published, Setting, make_data, read_settings
 
-from lightning_gnnpipe import GNNPipeStrategy, StalenessWarmup
+from lightning_gnnpipe import EmbeddingRefresh, GNNPipeStrategy, StalenessWarmup
 
 METHODS = ("exact", "pipeline", "compare")  # one chunk; K chunks; one chunk with a plain Trainer
 COLUMNS = (
@@ -104,6 +104,8 @@ def train(
     elif method == "pipeline":
         strategy = GNNPipeStrategy(num_chunks=setting.chunks, partition="metis")
         own.append(StalenessWarmup(NUM_EXACT))
+        if validates and setting.net.get("norm") != "batch":  # else it costs a forward pass
+            own.append(EmbeddingRefresh(every_n_epochs=1))
     trainer = L.Trainer(
         accelerator=accelerator,
         devices=num_stages,

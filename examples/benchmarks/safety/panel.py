@@ -35,6 +35,11 @@ class Cell:
     decay: float = 0.0  # of weights
 
     @property
+    def gives_embeddings(self) -> bool:
+        """Whether validation computes what histories hold: no norm looks at all nodes."""
+        return self.validate and self.norm in ("none", "layer") and self.conv != "gin"
+
+    @property
     def lower_is_better(self) -> bool:
         """Whether the metric of the task is a loss."""
         return self.task in ("autoencoder", "links")
