@@ -66,26 +66,6 @@ class Slices:
     increments: Tensor | None  # [num_graphs, *] added to each graph's values; None for 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """A tensor or sparse matrix that forward reads beside its arguments.
-
-    Attributes:
-        value: The tensor as forward finds it.
-        weight: Name of the parameter that it is; None for data.
-        is_made: Whether forward makes it from Python values in each call.
-        node: Name of the traced operation that computes it; empty if forward only reads it.
-        template: The numbers of its leaves.
-    """
-
-    name: str
-    value: Any
-    weight: str | None = None
-    is_made: bool = False
-    node: str = ""
-    template: Any = None
-
-
 CountNodes = Callable[[], int | None]
 
 # Names of arguments that hold the number of graphs, where there is a batch vector.
@@ -152,8 +132,8 @@ class Call:
         is_one_graph: Whether all nodes belong to one graph, whatever the batch vector says.
         batch_nodes: Returns the number of nodes in the user's batch, for a call without node rows.
         matrices: Names of sparse matrices, by the leaf with one row per row of the matrix.
-        held: Tensors of the module that are leaves behind the arguments; see `with_held`.
-        weights: Names of the parameters among them, by the number of the leaf.
+        held: Names of parameters and buffers that are leaves behind the arguments, by number.
+        weights: The parameters among them.
     """
 
     leaves: tuple[Tensor, ...]
@@ -167,7 +147,7 @@ class Call:
     batch_nodes: CountNodes | None = None
     method: str = "forward"
     matrices: Mapping[int, str] = field(default_factory=dict)
-    held: tuple[Held, ...] = ()
+    held: Mapping[int, str] = field(default_factory=dict)
     weights: Mapping[int, str] = field(default_factory=dict)
 
     @property
@@ -203,20 +183,16 @@ class Call:
         graphs = [(key, one, dict(vars(one))) for key, one in given if isinstance(one, DataView)]
         return _changed(getattr(module, self.method)(*args, **kwargs), graphs)
 
-    def with_held(self, held: Sequence[Held], num_nodes: int | None, known: Matrices) -> Call:
-        """Return the call with the tensors `held` as more leaves."""
-        collector = _Collector(known, self)
-        items = tuple(
-            replace(one, template=collector.visit(f"module.{one.name}", one.value)) for one in held
-        )
+    def with_held(self, held: Mapping[str, Tensor], num_nodes: int | None) -> Call:
+        """Return the call with these parameters and buffers of the module as more leaves."""
+        slots = dict(enumerate(held, len(self.leaves)))
         return replace(
             self,
-            leaves=tuple(collector.leaves),
-            names=tuple(collector.names),
+            leaves=(*self.leaves, *held.values()),
+            names=(*self.names, *(f"module.{name}" for name in held)),
             num_nodes=num_nodes,
-            matrices=collector.matrices,
-            held=(*self.held, *items),
-            weights={o.template.index: o.weight for o in (*self.held, *items) if o.weight},
+            held=slots,
+            weights={i: name for i, name in slots.items() if isinstance(held[name], nn.Parameter)},
         )
 
 
@@ -256,11 +232,11 @@ def flatten_call(
 
 
 class _Collector:
-    def __init__(self, known: Matrices, call: Call | None = None) -> None:
+    def __init__(self, known: Matrices) -> None:
         self._known = known
-        self.matrices = {} if call is None else dict(call.matrices)
-        self.leaves: list[Tensor] = [] if call is None else list(call.leaves)
-        self.names: list[str] = [] if call is None else list(call.names)
+        self.matrices: dict[int, str] = {}
+        self.leaves: list[Tensor] = []
+        self.names: list[str] = []
         self.num_nodes: int | None = None
         self.counts: list[tuple[str, int]] = []
         self.slices: dict[int, Slices] = {}

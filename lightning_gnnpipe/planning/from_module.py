@@ -23,9 +23,8 @@ from lightning_gnnpipe.chunks import synchronize
 from lightning_gnnpipe.errors import ConfigError, Fallbacks
 from lightning_gnnpipe.methods import PipelinedMethod, is_one_graph
 from lightning_gnnpipe.options import StrategyOptions
-from lightning_gnnpipe.passing import Matrices
 from lightning_gnnpipe.planning.closed_forms import MESSAGE_S, Link
-from lightning_gnnpipe.planning.forecast import cut_checked, forecast
+from lightning_gnnpipe.planning.forecast import forecast
 from lightning_gnnpipe.planning.layouts import ForecastOptions
 from lightning_gnnpipe.planning.pipeline_plan import PipelinePlan
 from lightning_gnnpipe.stages import (
@@ -108,13 +107,7 @@ def plan_pipeline(
     if vector is not None and graph_of_node(batch) is None and not vector.any():
         call = replace(call, is_one_graph=is_one_graph(pipelined, call))
     if not call.has_graphs:
-        held = HeldTensors(
-            pipelined,
-            lambda one: cut_checked(pipelined, one, classify(one), options, is_cut=True),
-            Matrices(),
-        )
-        with as_written(module), switched(pipelined, True):
-            call = held.find(call)
+        call = HeldTensors(pipelined).attach(call)
     inputs = classify(call)
     if inputs.graphs is not None:
         raise ConfigError(

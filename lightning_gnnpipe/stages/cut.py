@@ -87,7 +87,7 @@ def cut_module(
         return on_sample(run)[0]
 
     questions = Questions(learn)
-    graph, reads, _ = trace(module, call, questions, is_grad_enabled=is_grad_enabled)
+    graph, reads = trace(module, call, questions, is_grad_enabled=is_grad_enabled)
 
     def learn_and_cut(sample: Sample) -> Layers:
         values = learn_values(graph, module, sample, of_size)

@@ -27,7 +27,7 @@ from lightning_gnnpipe.stages.shapes import (
     UnansweredError,
     is_of_shapes,
 )
-from lightning_gnnpipe.stages.tracer import Caller, Met, Tracer, is_traced_through
+from lightning_gnnpipe.stages.tracer import Caller, Tracer, is_traced_through
 from lightning_gnnpipe.user_code import untraceable, user_modules
 
 _FACTS = ("device", "dtype")
@@ -40,41 +40,32 @@ def trace(
     questions: Questions | None = None,
     *,
     is_grad_enabled: bool = True,
-    is_trial: bool = False,
-) -> tuple[fx.Graph, Reads, Met]:
+) -> tuple[fx.Graph, Reads]:
     """Return the graph of the method that is called, and what it reads beside its arguments.
 
     Placeholders `leaf_0`, `leaf_1`, ... are the leaves, `leaf_num_graphs` is the number of graphs.
     Targets begin with "module.". Values other than tensors are baked in. The forward is traced
-    twice; traces that differ are refused, and tensors that forward makes, unless `is_trial`.
+    twice; traces that differ are refused.
     `is_grad_enabled`: autograd mode of the user's call.
     """
     random_numbers, name = random_states(), _name_of(module, call)
     questions = questions or Questions()
     with undone_on_errors(_attributes(module)) as undo, torch.set_grad_enabled(is_grad_enabled):
-        graph, first, met = _trace_once(module, call, questions, undo)
+        graph, first = _trace_once(module, call, questions, undo)
         before = first.values()
-        again, reads, also_met = _trace_once(module, call, questions, undo, is_second=True)
+        again, reads = _trace_once(module, call, questions, undo, is_second=True)
         if str(graph) != str(again):
             raise _refuse_chance(name, "two traces with different operations")
         if changed := first.changed(before, first.values()):
             raise _refuse_chance(name, f"a change of {', '.join(changed)}")
         if random_numbers != random_states():
             raise _refuse_chance(name, "random numbers that are drawn while it is traced")
-    met = met.compared(also_met)
-    if not is_trial and (met.made or met.kept):
-        raise UnsupportedError(
-            expected=f"the {name} to create no tensors of its own",
-            found="a tensor made from Python values or random numbers",
-            remedy="Register it as a buffer in __init__, or derive it from an argument "
-            "(x.new_zeros(...), torch.rand_like(x)).",
-        )
-    return again, reads, met
+    return again, reads
 
 
 def _trace_once(
     module: nn.Module, call: Call, questions: Questions, undo: ExitStack, *, is_second: bool = False
-) -> tuple[fx.Graph, Reads, Met]:
+) -> tuple[fx.Graph, Reads]:
     caller, tracer = Caller(module, call), Tracer(module, questions, call)
     undo.callback(caller.watched.undo)
     try:
@@ -85,12 +76,13 @@ def _trace_once(
         raise
     except UnansweredError as asked:
         tracer.graph.output(())
+        tracer.use_leaves()
         found = questions.learn(tracer.graph, caller)
         questions.answers |= {str(asked): Answer(None, UNKNOWN)} | found
         return _trace_once(module, call, questions, undo, is_second=is_second)
     except Exception as error:
         raise untraceable(_name_of(module, call), error) from None  # torch.fx's words
-    tracer.use_results()
+    tracer.use_leaves()
     for node in reversed(graph.nodes):  # questions keep no tensor alive
         if is_of_shapes(node) and not node.users:
             graph.erase_node(node)
@@ -103,7 +95,7 @@ def _trace_once(
             remedy="Return tensors, in a tuple or a dict, and use them in training_step. "
             "Count in hooks such as on_train_batch_start.",
         )
-    return graph, reads, tracer.met
+    return graph, reads
 
 
 def _name_of(module: nn.Module, call: Call) -> str:

@@ -6,8 +6,7 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from itertools import chain
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -15,11 +14,12 @@ import torch_geometric.nn.conv.gcn_conv
 import torch_geometric.nn.pool.glob
 import torch_geometric.utils
 from torch import fx, nn
+from torch_geometric.data import Data
 from torch_geometric.nn import HANConv, HGTConv, MessagePassing, RGCNConv
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
 from lightning_gnnpipe._compat_torch import search_in
-from lightning_gnnpipe.calls import Call, DataView, Held, fill
+from lightning_gnnpipe.calls import Call, DataView
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import assemble, is_matrix
 from lightning_gnnpipe.stages.content import Watched, watching
@@ -38,39 +38,19 @@ from lightning_gnnpipe.stages.shapes import (
     is_of_shapes,
     mark,
 )
-from lightning_gnnpipe.user_code import is_checkpointed, line_here, user_modules
+from lightning_gnnpipe.user_code import at, is_checkpointed, line_here, user_modules
 
 _INPLACE_FUNCTIONS = {operator.iadd, operator.imul, operator.isub, operator.itruediv}
 _RANDOM = re.compile("dropout|bernoulli|rand|normal(?!i[sz])|uniform|multinomial|poisson|sampling")
 ROOT = "module"
 _LINE = "line"
+_PRODUCTS = {"matmul", "mm", "linear", "embedding"}
+_TRANSPOSES = {"t", "transpose"}
 NUM_GRAPHS = "leaf_num_graphs"  # placeholder for the number of graphs, in a batch of graphs
 
 _nn, _utils = torch_geometric.nn, torch_geometric.utils
 _POOLS = (_nn.global_add_pool, _nn.global_max_pool, _nn.global_mean_pool)
 _SEARCHED = (_nn, _nn.pool, _nn.pool.glob, _utils)
-
-
-@dataclass(slots=True)
-class Met:
-    """Tensors that forward reads while it is traced, and that are no leaves of the call."""
-
-    named: dict[str, torch.Tensor] = field(default_factory=dict)  # parameters and buffers
-    kept: list[Any] = field(default_factory=list)  # matrices and more from before the trace
-    made: list[torch.Tensor] = field(default_factory=list)  # of Python values, in each trace
-
-    def add(self, other: Met) -> None:
-        """Add the tensors of a trace in another mode."""
-        self.named |= other.named
-        self.kept += [one for one in other.kept if all(one is not known for known in self.kept)]
-        new = [one for one in other.made if not any(_are_equal(one, old) for old in self.made)]
-        self.made += new
-
-    def compared(self, second: Met) -> Met:
-        """Tell kept tensors from made ones: these are new objects in a second trace."""
-        same = {id(one) for one in second.kept}
-        kept = [one for one in self.kept if id(one) in same]
-        return Met(self.named, kept, [one for one in self.kept if id(one) not in same])
 
 
 class Caller(nn.Module):
@@ -97,12 +77,6 @@ class Tracer(fx.Tracer):
 
     def __init__(self, module: nn.Module, questions: Questions, call: Call) -> None:
         self._questions, self._call = questions, call
-        self.met = Met()
-        self._leaves: list[fx.Proxy] = []
-        self._held = {id(one.value): one for one in call.held if not one.is_made and not one.node}
-        self._results = [one for one in call.held if one.node]
-        self._made = [one for one in call.held if one.is_made]
-        self._read: dict[int, Any] = {}  # proxies of held tensors
         functions = filter(callable, (getattr(_utils, name) for name in _utils.__all__))
         listed = self._listed = listed_parts(module)
         self._traced = {
@@ -158,44 +132,30 @@ class Tracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         is_constant = isinstance(a, torch.Tensor) and not isinstance(a, nn.Parameter)
-        if is_constant or is_matrix(a):
-            made = (one for one in self._made if _are_equal(one.value, a))
-            held = self._held.get(id(a)) or next(made, None)
-            if held is not None:
-                return self._proxy_of(held).node
-            if not any(a is one for one in (*self.root.buffers(), *self.met.kept)):
-                self.met.kept.append(a)
+        if (is_constant or is_matrix(a)) and not any(a is one for one in self.root.buffers()):
+            raise _refuse_constant(self.root, a)
         return super().create_arg(a)
 
-    def _proxy_of(self, held: Held) -> Any:
-        if id(held) not in self._read:
-            proxy = fill(held.template, self._leaves)
-            if held.weight is not None:  # its rows flow from the stage that reads them first
-                proxy = torch.positive(proxy)
-            self._read[id(held)] = proxy
-        return self._read[id(held)]
+    def use_leaves(self) -> None:
+        """Read parameters and buffers that are leaves of the call as such, as their rows.
 
-    def use_results(self) -> None:
-        """Put leaves in the place of operations whose results they are; drop idle operations."""
-        nodes = {node.name: node for node in self.graph.nodes}
-        first = next(node for node in self.graph.nodes if node.op != "placeholder")
-        for held in self._results:
-            if held.node in nodes:
-                with self.graph.inserting_before(first):
-                    nodes[held.node].replace_all_uses_with(fill(held.template, self._leaves).node)
-        folded = find_folded(self.graph, self._call) if self._results else set()
-        for node in reversed(self.graph.nodes):
-            if node in folded and node.op != "placeholder" and not node.users:
-                self.graph.erase_node(node)
+        One that only multiplies rows, as in `x @ self.weight`, is whole in each chunk.
+        """
+        slots = {id(self._call.leaves[slot]): slot for slot in self._call.held}
+        leaves = [node for node in self.graph.nodes if node.op == "placeholder"]
+        for node in [node for node in self.graph.nodes if node.op == "get_attr" and slots]:
+            slot = slots.get(id(attrgetter(str(node.target))(self.root)))
+            if slot is None or _is_matrix_of_weights(node):
+                continue
+            rows = leaves[slot]
+            if slot in self._call.weights:  # its rows flow from the stage that reads them first
+                with self.graph.inserting_before(node):
+                    rows = self.graph.call_function(torch.positive, (rows,))
+                mark(rows)
+            node.replace_all_uses_with(rows)
+            self.graph.erase_node(node)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        if isinstance(attr_val, torch.Tensor):
-            if id(attr_val) in self._held:
-                return self._proxy_of(self._held[id(attr_val)])
-            named = chain(self.root.named_parameters(), self.root.named_buffers())
-            name = next((name for name, one in named if one is attr_val), None)
-            if name is not None:
-                self.met.named[strip_root(name)] = attr_val
         if isinstance(attr_val, torch.Tensor) and not isinstance(attr_val, nn.Parameter):
             for name, tensor in self.root.named_parameters():  # plain ones in functional_call
                 if tensor is attr_val:
@@ -205,8 +165,11 @@ class Tracer(fx.Tracer):
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        if isinstance(m, RGCNConv) and args and args[0] is None:  # the layer makes these numbers
-            args = (torch.arange(m.in_channels_l), *args[1:])
+        if isinstance(m, RGCNConv) and args and args[0] is None:
+            raise UnsupportedError(
+                f"An RGCNConv has no features (None){at(line_here())}.\nChunks need the numbers of "
+                "their nodes.\nPass torch.arange(num_nodes) to forward, and to the layer, as x."
+            )
         given = (*args, *kwargs.values())
         takes_parts = any(isinstance(one, DataView) for one in given)
         if takes_parts and not is_library(m) and not isinstance(m, MessagePassing):
@@ -225,29 +188,7 @@ class Tracer(fx.Tracer):
         names = [f"leaf_{i}" for i in range(len(self._call.leaves))]
         names += [NUM_GRAPHS] if self._call.has_graphs else []
         given = [self.create_proxy("placeholder", name, (), {}) for name in names]
-        self._leaves = given[: len(self._call.leaves)]
         return type(self.root).forward, [self.root, *given]
-
-
-def find_folded(graph: fx.Graph, call: Call) -> set[fx.Node]:
-    """Return the operations that compute on data alone, without weights and random numbers.
-
-    They may overwrite results of each other, but no leaf. Leaves of data are in the set, and what
-    depends on shapes only.
-    """
-    data = {f"leaf_{i}" for i, leaf in enumerate(call.leaves) if not leaf.requires_grad}
-    data -= {f"leaf_{slot}" for slot in call.weights}
-    found = {node for node in graph.nodes if node.op == "placeholder" and node.name in data}
-    leaves = frozenset(found)
-    for node in graph.nodes:
-        sources = node.all_input_nodes
-        is_plain = node.op in ("call_function", "call_method") and node.target is not assemble
-        is_computed = is_plain and bool(sources) and found.issuperset(sources)
-        is_write = is_computed and sources[0] in leaves and is_named_write(node)
-        is_folded = is_of_shapes(node) or (is_computed and not is_write)
-        if is_folded and not is_named_random(node):
-            found.add(node)
-    return found
 
 
 def is_named_write(node: fx.Node) -> bool:
@@ -269,12 +210,37 @@ def is_named_random(node: fx.Node, root: nn.Module | None = None) -> bool:
     return is_function and _RANDOM.search(str(node.target).lower()) is not None
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two tensors have the same type and values."""
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return False
-    is_alike = (one.shape, one.dtype, one.layout) == (other.shape, other.dtype, other.layout)
-    return is_alike and one.layout is torch.strided and torch.equal(one, other)
+def _refuse_constant(root: nn.Module, value: Any) -> UnsupportedError:
+    """Return the error for a tensor that forward reads, and that is none of the call or module."""
+    found = next((name for name, one in _plain_tensors(root) if one is value), None)
+    what = "a tensor that is no argument" if found is None else f"'self.{found}', no argument"
+    return UnsupportedError(
+        f"Forward reads {what}, parameter or buffer of its module{at(line_here())}.\n"
+        "Pass it as an argument of forward, or write self.register_buffer('edge_index', "
+        "edge_index) in __init__.\n"
+        "Make new tensors of arguments: x.new_zeros(x.size(0), 8), torch.rand_like(x)."
+    )
+
+
+def _plain_tensors(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of modules, and of graphs that they hold, by name."""
+    for prefix, one in root.named_modules():
+        for key, value in vars(one).items():
+            name = f"{strip_root(prefix)}.{key}".removeprefix(".")
+            yield name, value
+            if isinstance(value, Data):
+                yield from ((f"{name}.{inner}", item) for inner, item in value)
+
+
+def _is_matrix_of_weights(node: fx.Node) -> bool:
+    """Whether all users of a tensor multiply by it from the right, maybe transposed."""
+    return bool(node.users) and all(
+        _is_matrix_of_weights(user)
+        if getattr(user.target, "__name__", user.target) in _TRANSPOSES
+        else user.args[1:2] == (node,)
+        and getattr(user.target, "__name__", user.target) in _PRODUCTS
+        for user in node.users
+    )
 
 
 def _contexts() -> tuple[bool, ...]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from lightning_gnnpipe.calls import Call, Inputs, classify
+from lightning_gnnpipe.calls import Call, Inputs
 from lightning_gnnpipe.chunks import StepCosts
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
@@ -74,7 +74,7 @@ class PipelinedModel:
         self._users: dict[str, set[int]] = {}
         self._of_head: set[str] = set()  # weights that only the head uses, on every rank
         self.matrices = Matrices()  # sparse matrices among the arguments
-        self._held = HeldTensors(module, self._try, self.matrices)
+        self._held = HeldTensors(module)
         self.is_accumulating = False  # if so, replicas do not average gradients
 
     @property
@@ -83,16 +83,8 @@ class PipelinedModel:
         return bool(self.stage_layers)
 
     def attach(self, call: Call) -> Call:
-        """Return the call with the tensors that forward reads beside its arguments as leaves."""
-        if call.has_graphs or call.signature in self._held.without:
-            return call
-        with own_methods(self.module):
-            known = self._held.known(call)
-            return self._held.find(call) if known is None else known
-
-    def _try(self, call: Call) -> None:
-        if self._is_cut(inputs := classify(call)):
-            self._trace_all(call, inputs, also_train=False)
+        """Return the call with parameters and buffers with a row a node or edge as leaves."""
+        return call if call.has_graphs else self._held.attach(call)
 
     def mode(self, call: Call, inputs: Inputs, measure: Measure, *, also_train: bool) -> Mode:
         """Return the mode of these arguments; trace the module and assign layers if it is new.

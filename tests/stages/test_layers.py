@@ -140,7 +140,7 @@ class Odd(Two):
     [
         ("branch", r"traceable by torch.fx .*control flow"),
         ("pool", "one row per node"),
-        ("constant", "create no tensors of its own"),
+        ("constant", "Forward reads a tensor"),
         ("keep", "values kept on the module: hidden"),
         ("per-node", r"small part of the graph .*at test_layers.py:\d+, `x = x . self.table`"),
     ],
