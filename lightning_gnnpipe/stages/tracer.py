@@ -21,7 +21,7 @@ from torch_geometric.nn.models.rev_gnn import InvertibleModule
 from lightning_gnnpipe._compat_torch import search_in
 from lightning_gnnpipe.calls import Call, DataView
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.passing import assemble, is_matrix
+from lightning_gnnpipe.passing import is_matrix
 from lightning_gnnpipe.stages.content import Watched, watching
 from lightning_gnnpipe.stages.find import (
     contains_passing,

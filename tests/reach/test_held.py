@@ -431,7 +431,7 @@ def accumulate(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("forward", [turn_edges, accumulate])
 def test_results_of_the_whole_graph_are_no_arguments(forward: Any) -> None:
-    with pytest.raises(UnsupportedError, match=r"a chunk|on chunks"):
+    with pytest.raises(UnsupportedError, match="chunks"):
         fit(held(forward), num_chunks=3, pipelined_module="net")
 
 
