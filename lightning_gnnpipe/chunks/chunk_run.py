@@ -8,7 +8,7 @@ one chunk, layers are recomputed one at a time, so that not all activations exis
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from lightning_gnnpipe.chunks.inputs import PassInputs
 from lightning_gnnpipe.codecs import Codecs
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.graph import BatchPlan, Chunk, ChunkPlan, MicroBatch
-from lightning_gnnpipe.layers import NativeContext, Summing, find_convs
+from lightning_gnnpipe.layers import NativeContext, find_convs
 from lightning_gnnpipe.passing import MessageContext, Tape
 from lightning_gnnpipe.stages import Segment, Stage, Value, line_of_node, strip_root
 
@@ -56,9 +56,7 @@ def run_segments(
             named = zip(segment.inputs, inputs, strict=True)
             leaves = {name: tensor for name, tensor in named if name.startswith("leaf_")}
             context.enter(chunk, segment.index, leaves)
-            sums = Summing(segment.sums, context) if segment.sums else nullcontext()
-            with sums:
-                outputs = segment.module(*inputs)
+            outputs = segment.module(*inputs)
             values.update(zip(segment.outputs, outputs, strict=True))
             last = {name for name in values if last_use.get(name, -1) <= segment.index}
             for name in () if keep is None else last.difference(keep):

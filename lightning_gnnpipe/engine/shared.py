@@ -240,8 +240,3 @@ class SharedMoments(MomentStore):
         if self._keeps:
             self.put(key, None if counts is None else sums, total, center)
         return *mean_and_var(total, center), total[0]
-
-    def keep_sums(self, key: Hashable, sums: Tensor) -> None:
-        """Keep sums over the rows of all ranks, by chunk, `[num_chunks, *]`."""
-        if self._keeps:
-            super().keep_sums(key, self._sum(sums))

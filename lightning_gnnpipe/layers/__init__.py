@@ -10,7 +10,6 @@ from lightning_gnnpipe.layers.intercept import (
 )
 from lightning_gnnpipe.layers.native import NativeContext
 from lightning_gnnpipe.layers.statistics import tracks_statistics, uses_batch_statistics
-from lightning_gnnpipe.layers.sums import Learner, NodeSums, Summing, check_sums, count_sums
 from lightning_gnnpipe.layers.support import (
     check_graph_batches,
     check_norms,

@@ -56,7 +56,6 @@ class Intercepted:
     batch_norms: dict[str, nn.Module]  # with BatchNorm's statistics; some are in `norms` too
     # PyG's blocks that would recompute layers outside of a pass, and attributes to prevent it.
     blocks: list[tuple[nn.Module, dict[str, bool]]]
-    has_sums: bool = False  # over all nodes, outside of layers
 
     @property
     def has_messages(self) -> bool:
@@ -67,19 +66,19 @@ class Intercepted:
     def sees_all_nodes(self) -> bool:
         """Whether a layer computes statistics, or a mean, over all nodes."""
         has_mean = any(isinstance(conv, gnn.HANConv) for conv in self.convs.values())
-        return self.has_sums or has_mean or bool(self.norms)
+        return has_mean or bool(self.norms)
 
     @property
     def all(self) -> list[nn.Module]:
         named = self.convs | self.norms | self.batch_norms
         return [*named.values(), *(block for block, _ in self.blocks)]
 
-    def within(self, called: Iterable[nn.Module], *, has_sums: bool) -> Intercepted:
+    def within(self, called: Iterable[nn.Module]) -> Intercepted:
         """Return these layers without the norms outside of `called`: a head sees all rows."""
         inner = {id(part) for one in called for part in one.modules()}
         norms = {name: m for name, m in self.norms.items() if id(m) in inner}
         batch_norms = {name: m for name, m in self.batch_norms.items() if id(m) in inner}
-        return replace(self, norms=norms, batch_norms=batch_norms, has_sums=has_sums)
+        return replace(self, norms=norms, batch_norms=batch_norms)
 
 
 def find_layers(module: nn.Module) -> Intercepted:

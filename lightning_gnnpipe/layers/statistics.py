@@ -5,7 +5,7 @@ All these norms scale and shift channels: `Formula` computes both from mean and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -173,27 +173,6 @@ def _normalize(norm: Any, rows: Tensor, mean: Tensor, var: Tensor) -> Tensor:
     if isinstance(norm, gnn.PairNorm):
         return norm.scale * rows / (norm.eps + rows.norm(2, -1, keepdim=True))
     return rows
-
-
-def sum_over_chunks(
-    name: str, own: Tensor, by_chunk: Callable[[Sequence[int]], Tensor], context: MessageContext
-) -> Tensor | None:
-    """Return the sum over all rows, of which `own` is the running chunk's; None if it is all.
-
-    `by_chunk`: returns the sums `[num_chunks, *]` of chunks with these numbers of rows.
-    """
-    store, key = context.store, context.next_key(name)
-    if store is None:
-        return None
-    if context.is_whole and not context.is_replay:
-        with torch.no_grad():
-            store.moments.keep_sums(key, by_chunk([c.num_nodes for c in context.plan.chunks]))
-    if store.shards is not None:
-        own = cast(Any, _SumOverShards).apply(own, store.shards)
-    if context.is_whole:
-        return own if store.shards is not None else None
-    moments, chunk = store.moments[key], context.chunk.index
-    return moments.all_rows(chunk, moments.pooled(chunk, own))
 
 
 class _RowSums(torch.autograd.Function):

@@ -111,7 +111,7 @@ REFUSED_CONVS: dict[type, str] = {
     gnn.CuGraphSAGEConv: _CUGRAPH,
     gnn.DynamicEdgeConv: _KNN,
     gnn.FusedGATConv: "it needs dgNN, and its kernels read the whole graph",
-    gnn.GPSConv: 'its softmax attention runs over all nodes (attn_type="performer" works)',
+    gnn.GPSConv: "its attention runs over all nodes",
     gnn.GravNetConv: _KNN,
     gnn.HypergraphConv: "it passes messages between nodes and hyperedges, which belong to no chunk",
     gnn.PANConv: "it needs torch_sparse and multiplies powers of the whole adjacency",
@@ -252,8 +252,6 @@ def _node_types(layer: nn.Module) -> set[str]:
 def _refused_conv(conv: nn.Module) -> Refusals:
     reason = next((why for kind, why in REFUSED_CONVS.items() if isinstance(conv, kind)), None)
     is_of_pyg = type(conv).__module__.startswith("torch_geometric.")
-    if isinstance(conv, gnn.GPSConv) and conv.attn_type == "performer":
-        return
     if reason is not None or (is_of_pyg and type(conv) not in EXACT_CONVS):
         remedy = (
             f"Train with num_chunks=1, or use one of {_names(EXACT_CONVS)}, or a MessagePassing "

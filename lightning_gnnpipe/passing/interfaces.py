@@ -39,9 +39,6 @@ class MomentSource(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Store the statistics of the whole graph's rows; return mean, variance and count."""
 
-    def keep_sums(self, key: CallKey, sums: Tensor) -> None:
-        """Store sums of the rows of each chunk, `[num_chunks, *]`."""
-
 
 class ShardLink(Protocol):
     """Connection to the ranks that hold the other shards of each chunk."""

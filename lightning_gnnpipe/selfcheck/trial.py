@@ -153,9 +153,6 @@ class _LiveMoments(RowMoments):
             raise _Waiting
         return torch.stack([self._own[index] for index in sorted(self._own)]).sum(0)
 
-    def all_rows(self, chunk: int, sums: Tensor) -> Tensor:
-        return sums
-
     def mean_and_var(self, chunk: int, sums: Tensor) -> tuple[Tensor, Tensor]:
         return mean_and_var(sums, self.center)
 

@@ -14,7 +14,6 @@ from lightning_gnnpipe.calls import Call, Inputs, Kind, is_of_pairs
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.stages.layers import FREE, ROW_KINDS, Layers, cut_layers
 from lightning_gnnpipe.stages.repeat import find_repeatable
-from lightning_gnnpipe.stages.segments import learn_sums
 from lightning_gnnpipe.stages.shapes import (
     Answer,
     Questions,
@@ -37,7 +36,6 @@ from lightning_gnnpipe.stages.values import (
     learn_values,
     remedy_for_size,
     remedy_for_weights,
-    undisturbed,
     whole_sample,
 )
 
@@ -105,10 +103,6 @@ def cut_module(
         return cut_layers(graph, module, values, remedy=remedy, edges=edges if is_cut else None)
 
     layers, sample = on_sample(learn_and_cut)
-    if is_cut and not has_graphs:
-        drawn = (draw_sample(module, call, inputs, SAMPLE_EDGES // part) for part in (1, 4))
-        with undisturbed(module), torch.enable_grad():
-            layers = replace(layers, segments=learn_sums(layers.segments, module, drawn))
     layers = replace(
         layers,
         outside=reads,

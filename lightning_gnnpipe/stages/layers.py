@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from lightning_gnnpipe.calls import Call, Kind
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.stages.find import calls_passing
-from lightning_gnnpipe.stages.mixing import find_structure, multiplies, refuse_mixing
+from lightning_gnnpipe.stages.mixing import attends, find_structure, multiplies, refuse_mixing
 from lightning_gnnpipe.stages.reads import Reads
 from lightning_gnnpipe.stages.segments import (
     Segment,
@@ -71,11 +71,6 @@ class Layers:
     def run_plain(self, module: nn.Module, call: Call) -> Any:
         """Run `module` on the leaves of `call`, or the trace if it reads more than arguments."""
         return call.run(module, call.leaves) if self.whole is None else self.whole(*call.leaves)
-
-    @property
-    def has_sums(self) -> bool:
-        """Whether code between layers sums over all nodes."""
-        return any(segment.sums for segment in self.segments)
 
     def read_leaves(self) -> set[int]:
         """Return the numbers of the leaves that a layer reads or the model returns."""
@@ -137,7 +132,7 @@ def cut_layers(
             found=f"none in {type(module).__name__}",
             remedy="Choose the module that does with GNNPipeStrategy(pipelined_module=...).",
         )
-    cutter = _Cutter(nodes, output, values, calls, free)
+    cutter = _Cutter(nodes, output, values, calls, free, root)
     end = None
     if Kind.GRAPH not in output_kinds:  # in a batch of graphs, pools run on chunks
         if not any(is_inplace(node, root) for node in nodes):
@@ -148,7 +143,7 @@ def cut_layers(
         inner = find_sources([*calls, *(n for n in nodes[:end] if n not in free)]) - {*calls}
         between = [n for n in graph.nodes if n not in calls]
         structure = None if edges is None else find_structure(between, values, edges)
-        refuse_mixing((n for n in nodes if n in inner), values, structure)
+        refuse_mixing((n for n in nodes if n in inner), values, root, structure)
     if end is None:
         outputs, end = _check_outputs(output, values, output_kinds, remedy), len(nodes)
     else:
@@ -212,8 +207,10 @@ class _Cutter:
         values: dict[str, Value],
         calls: Sequence[fx.Node],
         free: Set[fx.Node],
+        root: nn.Module,
     ) -> None:
         self.values, self.free, self.output, self.calls = values, free, output, calls
+        self.root = root
         self._set_order(nodes)
 
     def _set_order(self, nodes: Sequence[fx.Node]) -> None:
@@ -280,8 +277,9 @@ class _Cutter:
         """Whether rows of `node` are computed from several rows of the same or other kinds."""
         value = self.values.get(node.name)
         kinds = {kind for source in node.all_input_nodes for kind in self._row_kinds(source)}
-        is_product = multiplies(node, self.values) and node not in self.calls
-        if is_product or (kinds and str(node.target).rpartition(".")[2] in _ORDERS):
+        if kinds and str(node.target).rpartition(".")[2] in _ORDERS:
+            return True
+        if node not in self.calls and (multiplies(node, self.values) or attends(node, self.root)):
             return True
         return value is not None and node not in self.free and bool(kinds - {value.row_kind})
 

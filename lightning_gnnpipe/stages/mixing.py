@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch_geometric.nn import attention
 
 from lightning_gnnpipe.calls import Kind
 from lightning_gnnpipe.errors import UnsupportedError
@@ -39,6 +40,12 @@ _SUM = (
     "Pool behind the last message-passing layer, where pools and decoders may stand, or in "
     "training_step; use a norm of torch_geometric.nn (GraphNorm, PairNorm), or num_chunks=1."
 )
+# Attention over all nodes.
+_ATTENTION = (
+    attention.PerformerAttention,
+    attention.PolynormerAttention,
+    attention.SGFormerAttention,
+)
 # Functions of edges that need the edges of all nodes.
 _OF_EDGES = ("gcn_norm", "get_laplacian", "to_undirected", "to_torch_csr_tensor", "to_edge_index")
 
@@ -58,7 +65,10 @@ def find_structure(
 
 
 def refuse_mixing(
-    nodes: Iterable[fx.Node], values: Mapping[str, Value], structure: Collection[fx.Node] | None
+    nodes: Iterable[fx.Node],
+    values: Mapping[str, Value],
+    root: nn.Module,
+    structure: Collection[fx.Node] | None,
 ) -> None:
     """Raise `UnsupportedError` for the first of `nodes`, no layers, that mixes rows of nodes.
 
@@ -68,7 +78,8 @@ def refuse_mixing(
         words = _PRODUCT if multiplies(node, values) else None
         if words is None and structure is not None and not is_of_shapes(node):
             words = _BY_HAND if _reads_by_edges(node, values, structure) else None
-            words = _SUM if words is None and _reduces(node, values) else words
+            mixes = attends(node, root) or _reduces(node, values)
+            words = _SUM if words is None and mixes else words
         if words is not None:
             raise UnsupportedError(words.format(_name_of(node), at(line_of_node(node))))
 
@@ -77,6 +88,13 @@ def multiplies(node: fx.Node, values: Mapping[str, Value]) -> bool:
     """Whether `node` reads a sparse matrix."""
     of_matrix = (values.get(one.name) for one in node.all_input_nodes)
     return any(one is not None and one.kind is Kind.EDGE_INDEX for one in of_matrix)
+
+
+def attends(node: fx.Node, root: nn.Module) -> bool:
+    """Whether `node` calls attention over all nodes; targets are looked up in `root`."""
+    if node.op != "call_module":
+        return False
+    return any(isinstance(m, _ATTENTION) for m in root.get_submodule(str(node.target)).modules())
 
 
 def _reads_by_edges(

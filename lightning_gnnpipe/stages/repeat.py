@@ -49,7 +49,6 @@ def find_repeatable(
     found = {
         name: segment
         for segment in layers.segments[:-1]
-        if not segment.sums  # which parts of a segment cannot number
         for name, end in segment.ends.items()
         if end.op != "placeholder" and _is_of_rows(name, segment, layers, special)
     }

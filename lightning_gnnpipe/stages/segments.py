@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,8 +11,6 @@ from torch import Tensor, fx, nn
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnnpipe._compat_torch import version_of
-from lightning_gnnpipe.layers import Learner, NodeSums, check_sums, find_layers
-from lightning_gnnpipe.passing import replace_attributes
 from lightning_gnnpipe.stages.find import contains_passing
 from lightning_gnnpipe.stages.tracer import is_named_random, is_named_write
 from lightning_gnnpipe.stages.values import Sample
@@ -28,7 +25,6 @@ class Segment:
     inputs: tuple[str, ...]  # leaves (`leaf_0`) and values of earlier segments
     outputs: tuple[str, ...]  # values that later segments or the caller need
     has_inplace: bool  # it may overwrite its inputs
-    sums: NodeSums = field(default_factory=dict, compare=False)  # calls that sum over all nodes
 
     @property
     def ends(self) -> dict[str, fx.Node]:
@@ -67,7 +63,7 @@ def without(segment: Segment, names: Set[str]) -> Segment:
     nodes = [node for node in segment.module.graph.nodes if node.op != "output"]
     inner = {node for node in nodes if node.op != "placeholder"}
     kept = inner.union(ends, *(node.all_input_nodes for node in inner))
-    return replace(_rebuild(segment, outputs, kept), sums=segment.sums)
+    return _rebuild(segment, outputs, kept)
 
 
 def _rebuild(segment: Segment, outputs: Sequence[str], kept: Collection[fx.Node]) -> Segment:
@@ -151,40 +147,6 @@ def learn_effects(segments: Sequence[Segment], sample: Sample, watched: Collecti
         outputs = watcher.run(*(values[name] for name in segment.inputs))
         values |= dict(zip(segment.outputs, outputs, strict=True))
     return effects
-
-
-def learn_sums(
-    segments: Sequence[Segment], module: nn.Module, samples: Iterator[Sample]
-) -> tuple[Segment, ...]:
-    """Return `segments` with their sums over all nodes, which are so on each of two samples."""
-    sample = next(samples)
-    found = _sums_on(sample, segments, module)
-    if not any(found):
-        return tuple(segments)
-    other, done = next(samples), []
-    is_clear = sample.num_nodes != other.num_nodes
-    again = _sums_on(other, segments, module)
-    for segment, ours, theirs in zip(segments, found, again, strict=True):
-        both = {key: one.merge(theirs.get(key), is_clear=is_clear) for key, one in ours.items()}
-        sums = {key: one for key, one in both.items() if one is not None}
-        check_sums(sums)
-        done.append(replace(segment, sums=sums))
-    return tuple(done)
-
-
-def _sums_on(sample: Sample, segments: Sequence[Segment], module: nn.Module) -> list[NodeSums]:
-    values, found = {f"leaf_{i}": leaf.clone() for i, leaf in enumerate(sample.leaves)}, []
-    layers = find_layers(module)
-    for segment in segments:
-        with Learner(sample.num_nodes) as learner, ExitStack() as stack:
-            for one in (*layers.convs.values(), *layers.norms.values()):
-                hidden = {"forward": learner.hiding()(one.forward)}
-                stack.enter_context(replace_attributes(one, hidden))
-            inputs = [values[name] for name in segment.inputs]
-            inputs = [one.clone() for one in inputs] if segment.has_inplace else inputs
-            values |= dict(zip(segment.outputs, segment.module(*inputs), strict=True))
-        found.append(learner.found)
-    return found
 
 
 class _Watcher(fx.Interpreter):

@@ -10,8 +10,7 @@ since the last step (then), channel by channel; at the last chunk this is exact:
 Gradients flow through all rows of F. So, as in exact training, a shift or a scale of all rows
 changes no normalised row and has no gradient. The variance of few rows is unreliable: both
 variances of F include up to `FLOOR` rows with the variance of all rows then, none at the last
-chunk. Sums are of x - c and (x - c)^2, with c the mean of all rows then. Plain sums over all rows,
-as of linear attention, have no center: see `RowMoments.all_rows`.
+chunk. Sums are of x - c and (x - c)^2, with c the mean of all rows then.
 """
 
 from __future__ import annotations
@@ -127,10 +126,6 @@ class RowMoments:
         self._grad = grad if self._grad is None else self._grad + grad
         return self._grad
 
-    def all_rows(self, chunk: int, sums: Tensor) -> Tensor:
-        """Return `sums`, what `add` returned, plus the last step's sums of all later chunks."""
-        return sums if self.total is None else sums + (self.total - self._pooled_then[chunk])
-
     def mean_and_var(self, chunk: int, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Estimate mean and variance of all rows now; `sums` is what `add` returned."""
         assert self.total is not None
@@ -203,10 +198,6 @@ class MomentStore:
         total = sums.sum(0)
         self.put(key, None if counts is None else sums, total, center)
         return *mean_and_var(total, center), total[0]
-
-    def keep_sums(self, key: Hashable, sums: Tensor) -> None:
-        """Keep plain sums of the rows of each chunk, `[num_chunks, *]`."""
-        self.put(key, sums, sums.sum(0), torch.empty(0))
 
     def save(self, key: Hashable) -> dict[str, Tensor | None]:
         """Return the arguments of `load`; call between two steps."""

@@ -215,10 +215,10 @@ class PipelinedModel:
             )
             self._check(layers, call, inputs)
         called = (self.module,) if layers.head is None else layers.called(self.module)
-        self.intercepted = self.intercepted.within(called, has_sums=layers.has_sums)
+        self.intercepted = self.intercepted.within(called)
         first = trace_key(self.module, call, inputs, self._transport.world.device)
         key = (first, layers.outside.values(), layers.num_rows)
-        reads = reads_key(self.module, call, self.intercepted.norms.values(), layers)
+        reads = reads_key(self.module, call, self.intercepted.norms.values())
         frozen = tuple(not p.requires_grad for p in self.module.parameters())
         self._modes[key] = Mode(layers, (), reads, self.module.training, 0, frozen)
         return key

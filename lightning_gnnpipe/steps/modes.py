@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind, is_of_pairs
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.layers import count_sums
 from lightning_gnnpipe.stages import Layers, Stage, find_reached
 
 # See `trace_key`, `Reads.values` and `Layers.num_rows`.
@@ -69,14 +68,11 @@ def trace_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.devic
     return flags, weights, leaves, signature, is_autocast
 
 
-def reads_key(
-    module: nn.Module, call: Call, norms: Iterable[nn.Module], layers: Layers
-) -> Hashable:
-    """Return `Mode.reads`: norm modes, frozen weights, leaves with gradients, and sums."""
+def reads_key(module: nn.Module, call: Call, norms: Iterable[nn.Module]) -> Hashable:
+    """Return `Mode.reads`: norm modes, frozen weights, and leaves with gradients."""
     flags = tuple(norm.training for norm in norms)
     frozen = tuple(p.requires_grad for p in module.parameters())
-    sums = tuple(tuple(sorted(count_sums(one.sums).items())) for one in layers.segments)
-    return flags, frozen, tuple(leaf.requires_grad for leaf in call.leaves), sums
+    return flags, frozen, tuple(leaf.requires_grad for leaf in call.leaves)
 
 
 def _row_shape(call: Call, inputs: Inputs, slot: int, leaf: Tensor) -> tuple[int, ...]:

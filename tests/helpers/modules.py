@@ -13,7 +13,6 @@ from torch_geometric import nn as gnn
 from torch_geometric.data import Data
 
 from lightning_gnnpipe.models import GCNII
-from tests.helpers.attention import ATTENTION_NETS
 from tests.helpers.encoders import ENCODED_NETS
 from tests.helpers.graphs import NUM_CLASSES, NUM_EDGE_FEATURES, NUM_FEATURES
 
@@ -78,7 +77,7 @@ class ReferenceModule(L.LightningModule):
     """Node classification, written for one device as any user would.
 
     Args:
-        name: Key of ``NETS``, ``NORMED_NETS``, ``ENCODED_NETS`` or ``ATTENTION_NETS``.
+        name: Key of ``NETS``, ``NORMED_NETS`` or ``ENCODED_NETS``.
         optimizer: Key of ``OPTIMIZERS``.
         seed: Seed of the initial weights; the same seed gives the same weights.
     """
@@ -94,7 +93,7 @@ class ReferenceModule(L.LightningModule):
         seed: int = 1,
     ) -> None:
         super().__init__()
-        make = {**NETS, **NORMED_NETS, **ENCODED_NETS, **ATTENTION_NETS}[name]
+        make = {**NETS, **NORMED_NETS, **ENCODED_NETS}[name]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.net = make(dropout).double()

@@ -14,8 +14,7 @@ computed, with stale rows as constants.
 
 The rows are those given to ``propagate`` or ``edge_updater``: for GCNConv the transformed ones, for
 SAGEConv the raw ones. For HGTConv they are keys and values, before it copies them for each edge
-set; HANConv has more of them, those whose mean over all nodes weighs its edge sets. So do sums over
-all nodes: what each row adds to them.
+set; HANConv has more of them, those whose mean over all nodes weighs its edge sets.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ from torch_geometric.nn import HANConv, HGTConv, MessagePassing
 from torch_geometric.nn.conv import han_conv
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import add_remaining_self_loops
-
-from tests.helpers.attention import BY_ROWS
 
 Key = tuple[str, str, int, str]
 """(name of the conv, method, number of that call in one forward pass, argument)."""
@@ -177,9 +174,6 @@ def _intercepted(net: nn.Module, one_pass: _Pass) -> Iterator[None]:
         for module in {sys.modules[type(conv).__module__] for _, conv in convs}:
             if hasattr(module, "gcn_norm"):
                 swap(module, gcn_norm=_mixed_norm(module.__name__, one_pass))
-        for name, module in net.named_modules():
-            if by_rows := BY_ROWS.get(type(module)):
-                swap(module, forward=_with_totals(name, module, by_rows, one_pass))
         names = {conv.q: name for name, conv in convs if isinstance(conv, HANConv)}
         swap(han_conv, group=_mixed_group(names, one_pass))
         yield
@@ -214,22 +208,6 @@ def _mixed_norm(name: str, one_pass: _Pass) -> Callable[..., Any]:
         return edge_index, root[edge_index[0]] * edge_weight * root[edge_index[1]]
 
     return norm
-
-
-def _with_totals(
-    name: str, module: nn.Module, by_rows: Callable[..., Tensor], one_pass: _Pass
-) -> Callable[..., Tensor]:
-    """Return a forward whose sums over all nodes are of mixed rows."""
-
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        number = one_pass.count(name, "sum")
-
-        def total(which: str, rows: Tensor) -> Tensor:
-            return one_pass.mix((name, "sum", number, which), rows).sum(0)
-
-        return by_rows(module, total, *args, **kwargs)
-
-    return forward
 
 
 def _mixed_group(names: dict[Tensor, str], one_pass: _Pass) -> Callable[..., Any]:

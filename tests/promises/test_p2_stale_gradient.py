@@ -12,7 +12,6 @@ import torch
 from lightning_gnnpipe import EmbeddingRefresh, StalenessWarmup
 from lightning_gnnpipe.graph import chunk_order
 from lightning_gnnpipe.staleness import METHODS, StalenessMethod
-from tests.helpers.attention import ATTENTION_NETS
 from tests.helpers.cases import covering, name_of, slow, some
 from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.launch import SEED, run_fit
@@ -33,7 +32,7 @@ RULES = {
     "warmup_exact": Refresh(num_exact_epochs=2, every_n_epochs=3, how="exact"),
 }
 OPTIMIZER = {"optimizer": "momentum", "lr": 0.1, "weight_decay": 0.01}
-LINEAR = {"gcn", "sage", "gcnii", *ATTENTION_NETS}  # nets whose messages are a weighted sum
+LINEAR = {"gcn", "sage", "gcnii"}  # nets whose messages are a weighted sum
 
 
 def callbacks_of(refresh: Refresh) -> list[Any]:

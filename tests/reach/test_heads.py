@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
+from torch.multiprocessing import ProcessRaisedException
 from torch_geometric.data import Data
 
 from lightning_gnnpipe.calls import classify, flatten_call
@@ -230,6 +231,12 @@ def test_what_mixes_rows_between_layers_is_refused(name: str) -> None:
     make, text = REFUSED[name]
     with pytest.raises(UnsupportedError, match=text):
         fit(make, num_chunks=3)
+
+
+def test_a_graph_u_net_is_refused_on_two_devices() -> None:
+    words = "TopKPooling: it chooses the nodes of later layers among all"
+    with pytest.raises(ProcessRaisedException, match=words):
+        fit(lambda: gnn.GraphUNet(D, W, 3, depth=2), num_chunks=4, num_stages=2)
 
 
 def test_the_head_is_as_late_and_as_small_as_it_can_be() -> None:
