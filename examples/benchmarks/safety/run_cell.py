@@ -49,7 +49,7 @@ METHODS: dict[str, Method] = {
     "exact": ({"num_chunks": 1}, ()),
     "default": ({}, ()),
     "warmup": ({}, (WARMUP,)),
-    "recipe": ({}, (WARMUP, partial(EmbeddingRefresh, every_n_epochs=1))),
+    "refresh": ({}, (WARMUP, partial(EmbeddingRefresh, every_n_epochs=1))),
     "constant": ({"staleness": "constant"}, ()),
 }
 
@@ -60,12 +60,12 @@ def find_method(name: str, cell: Cell) -> Method:
     That is JSON, from names to options of the strategy; `warmup` is the number of exact epochs.
     The recipe refreshes embeddings where that costs no forward pass.
     """
-    if name == "recipe" and not cell.gives_embeddings:
-        name = "warmup"
+    if name == "recipe":
+        name = "refresh" if cell.gives_embeddings else "warmup"
     given = json.loads(os.environ.get("SAFETY_METHODS", "{}"))
     if name not in given:
         if name not in METHODS:
-            known = ", ".join([*METHODS, *given])
+            known = ", ".join(["recipe", *METHODS, *given])
             raise ValueError(f"Expected a method among {known} (got {name!r}).")
         return METHODS[name]
     options = dict(given[name])
