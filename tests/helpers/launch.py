@@ -16,7 +16,14 @@ from torch_geometric.data import Data
 from lightning_gnnpipe import FullGraphDataModule
 from lightning_gnnpipe.staleness import StalenessMethod
 from tests.helpers.modules import ReferenceModule
-from tests.helpers.record import Named, Step, StepRecorder, assert_steps_equal, merge_ranks
+from tests.helpers.record import (
+    Named,
+    Step,
+    StepRecorder,
+    assert_steps_equal,
+    merge_ranks,
+    noting_calls,
+)
 from tests.helpers.trainers import quiet_trainer
 
 SEED = 7
@@ -143,12 +150,16 @@ def _fit(
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
     L.seed_everything(seed, workers=seeds_workers, verbose=False)
     options |= {"num_sanity_val_steps": 0, "limit_val_batches": 0, "default_root_dir": tmp_path}
-    options |= {**(trainer_kwargs or {}), "callbacks": [*callbacks, StepRecorder(folder)]}
-    trainer = quiet_trainer(num_ranks, piped, **options)
-    if isinstance(loaders[0], L.LightningDataModule):
-        trainer.fit(module, datamodule=loaders[0], ckpt_path=ckpt_path)
-    else:
-        trainer.fit(module, *loaders, ckpt_path=ckpt_path)
+    with noting_calls() as called:
+        options |= {
+            **(trainer_kwargs or {}),
+            "callbacks": [*callbacks, StepRecorder(folder, called)],
+        }
+        trainer = quiet_trainer(num_ranks, piped, **options)
+        if isinstance(loaders[0], L.LightningDataModule):
+            trainer.fit(module, datamodule=loaders[0], ckpt_path=ckpt_path)
+        else:
+            trainer.fit(module, *loaders, ckpt_path=ckpt_path)
     ranks = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(num_ranks)]
     size = num_ranks // num_replicas
     steps, *others = [merge_ranks(ranks[i : i + size]) for i in range(0, num_ranks, size)]
@@ -166,6 +177,13 @@ def assert_transparent(piped: FitResult, plain: FitResult) -> None:
     torch.testing.assert_close(piped.state_dict, plain.state_dict, rtol=1e-10, atol=1e-10)
     found, wanted = piped.trainer.callback_metrics, plain.trainer.callback_metrics
     assert found.keys() & {"train_loss", "val_loss"} == wanted.keys() & {"train_loss", "val_loss"}
+
+
+def assert_shared_out(piped: FitResult, plain: FitResult) -> None:
+    """No rank does the whole work of the last step: each calls the layers of its stage."""
+    [names], ranks = plain.steps[-1].called, piped.steps[-1].called
+    assert set.union(*ranks) == names
+    assert all(called and called < names for called in ranks)
 
 
 class BatchList(Iterable[Any]):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
-from torch import Tensor
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
 
 Named = dict[str, Tensor]
 
@@ -24,15 +28,37 @@ class Step:
     weights: Named
     """After the optimizer's step."""
     metrics: Named = field(default_factory=dict)
+    called: list[set[str]] = field(default_factory=list)
+    """By rank, the layers that it called: of message passing, and linear ones."""
+    bytes: dict[str, int] = field(default_factory=dict)
+    """By kind, under the strategy."""
+
+
+@contextmanager
+def noting_calls() -> Iterator[list[nn.Module]]:
+    """Note the layers that are called within the block, in forked processes too."""
+    called: list[nn.Module] = []
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        called.append(self)
+        return nn.Module.__call__(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (gnn.MessagePassing, gnn.Linear, nn.Linear):
+            patch.setattr(kind, "__call__", call, raising=False)
+        yield called
 
 
 class StepRecorder(L.Callback):
     """Write the steps of this rank to ``folder/rank<r>.pt``: processes share nothing else."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, called: list[nn.Module]) -> None:
+        self.folder, self.called = folder, called
         self.steps: list[Step] = []
         self.gradients: Named = {}
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.called.clear()
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: Any, optimizer: Any) -> None:
         self.gradients = {
@@ -43,6 +69,8 @@ class StepRecorder(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *args: Any) -> None:
         weights = {name: one.detach().clone() for name, one in module.named_parameters()}
+        called = set(map(id, self.called))
+        stats = getattr(trainer.strategy, "collect_stats", lambda: None)()
         self.steps.append(
             Step(
                 outputs=module.outputs,
@@ -50,6 +78,8 @@ class StepRecorder(L.Callback):
                 gradients=self.gradients,
                 weights=weights,
                 metrics={"train_loss": trainer.callback_metrics["train_loss"].clone()},
+                called=[{name for name, one in module.named_modules() if id(one) in called}],
+                bytes={} if stats is None else stats.bytes_by_kind,
             )
         )
         self.gradients = {}
@@ -86,6 +116,7 @@ def merge_ranks(ranks: list[list[Step]]) -> list[Step]:
 
 def _merge(steps: tuple[Step, ...]) -> Step:
     merged = steps[0]
+    merged.called = [one for step in steps for one in step.called]
     for rank, step in enumerate(steps):
         where = f"rank {rank} against the ranks before it"
         _assert_close(step.outputs, merged.outputs, f"outputs, {where}", tolerance=1e-14)

@@ -24,7 +24,7 @@ from tests.helpers.batches import (
     draw_batch,
 )
 from tests.helpers.cases import covering, slow
-from tests.helpers.launch import FitResult, assert_transparent, fit_batches
+from tests.helpers.launch import FitResult, assert_shared_out, assert_transparent, fit_batches
 from tests.helpers.record import StatsRecorder, assert_steps_equal
 
 NUM_STEPS = 5
@@ -77,6 +77,7 @@ def test_stages_equal_plain_lightning(
 ) -> None:
     piped, plain = fit_both(name, batches_of(SIZES), num_stages, num_chunks, tmp_path)
     assert_transparent(piped, plain)
+    assert_shared_out(piped, plain)
 
 
 @pytest.mark.some_cases(2)

@@ -17,6 +17,7 @@ from tests.helpers.cases import covering, name_of
 from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.launch import (
     FitResult,
+    assert_shared_out,
     assert_transparent,
     run_fit,
     run_plain,
@@ -89,6 +90,8 @@ def test_stages_and_shards_equal_plain_lightning(
     where = {"num_stages": num_stages, "num_shards": num_shards}
     piped, plain = fit_both(name, setting, tmp_path, **where)
     assert_transparent(piped, plain)
+    if num_stages > 1:
+        assert_shared_out(piped, plain)
 
 
 class ComplexModule(ReferenceModule):

@@ -6,7 +6,7 @@ P2 stands in `test_p2_stale_gradient`, P5 in `test_p5_bytes`, P6 in `test_p6_res
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch_geometric.data import Data
 from lightning_gnnpipe import StalenessWarmup
 from lightning_gnnpipe.types import RepeatOption
 from tests.helpers.cases import slow
-from tests.helpers.encoders import ENCODED_NETS, Encoded
+from tests.helpers.encoders import ENCODED_NETS, REPEATED, Encoded
 from tests.helpers.graphs import communities
 from tests.helpers.launch import FitResult, assert_transparent, run_fit, run_plain
 from tests.helpers.modules import ReferenceModule
@@ -74,6 +74,12 @@ def adam(name: str, dropout: float = 0.0) -> ReferenceModule:
     return ReferenceModule(name, optimizer="adam", lr=0.01, dropout=dropout)
 
 
+def assert_encoder_on(ranks: Iterable[int], fitted: FitResult, name: str = "") -> None:
+    """These ranks compute the encoder in the last step."""
+    word, called = "net.lins.0" if name == "pyg" else "net.lin_in", fitted.steps[-1].called
+    assert [rank for rank, names in enumerate(called) if word in names] == list(ranks)
+
+
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
     ("name", "num_stages", "repeat"),
@@ -90,7 +96,8 @@ def test_p1_stages_equal_plain_lightning(
 ) -> None:
     """With clipping by the norm of all gradients, in which shared ones count once."""
     clip: dict[str, Any] = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "norm"}
-    assert_exact(lambda: adam(name), num_stages, tmp_path, repeat=repeat, **clip)
+    found = assert_exact(lambda: adam(name), num_stages, tmp_path, repeat=repeat, **clip)
+    assert_encoder_on(range(num_stages if name in REPEATED and repeat else 1), found, name)
 
 
 @pytest.mark.some_cases(1)
@@ -104,6 +111,8 @@ def test_p3_dropout_is_the_same_on_any_number_of_stages(name: str, tmp_path: Pat
         ways.append((3, {"repeat": False}))
     for num_stages, options in ways:
         many = fit(adam(name, 0.5), num_stages, tmp_path=tmp_path, **options)
+        is_repeated = name in REPEATED and "repeat" not in options
+        assert_encoder_on(range(num_stages if is_repeated else 1), many, name)
         torch.testing.assert_close(many.losses, one.losses, rtol=1e-12, atol=1e-12)
         assert_transparent(many, one)
 
@@ -127,6 +136,7 @@ def test_p3_dropout_is_the_same_with_shards(name: str, tmp_path: Path) -> None:
     shared: dict[str, Any] = {"tmp_path": tmp_path, "num_shards": 2}
     many = fit(adam(name, 0.5), 2, Compares(), **shared)
     assert_steps_equal(many.steps, fit(adam(name, 0.5), 1, **shared).steps)
+    assert_encoder_on(range(4), many)
 
 
 class Unfreezing(L.Callback):
@@ -138,8 +148,7 @@ class Unfreezing(L.Callback):
 
 @pytest.mark.parametrize("width", [5, 64])
 def test_an_encoder_that_is_frozen_for_a_while(width: int, tmp_path: Path) -> None:
-    """The wide one pays while it is frozen alone: then no stage may take it, whose momentum it
-    would not know."""
+    """To repeat the wide one pays while it is frozen alone."""
     data = communities(5).data.clone()
     data.x = torch.sin(torch.arange(24 * width, dtype=torch.float64)).view(24, width)
 
@@ -150,7 +159,14 @@ def test_an_encoder_that_is_frozen_for_a_while(width: int, tmp_path: Path) -> No
             module.net.lin_in = nn.Linear(width, 6).double()
         return module
 
-    assert_exact(make, 2, tmp_path, Unfreezing(), data=data)
+    found = assert_exact(make, 2, tmp_path, Unfreezing(), data=data)
+    assert_encoder_on([0, 1] if width == 5 else [0], found)
+    encoder, weights = (  # with a number for each weight: whether it has a gradient
+        sum(p.numel() + 1 for p in one.parameters()) * 8 for one in (make().net.lin_in, make().net)
+    )
+    first, frozen, *_ = found.steps
+    assert first.bytes["weight_grad"] == weights + (encoder if width == 5 else 0)
+    assert frozen.bytes["weight_grad"] == weights - encoder
 
 
 class Outside(ReferenceModule):
@@ -167,7 +183,7 @@ class Outside(ReferenceModule):
 
 
 def test_a_batch_that_needs_a_gradient_gets_those_of_all_stages(tmp_path: Path) -> None:
-    assert_exact(Outside, 3, tmp_path)
+    assert_encoder_on([0, 1, 2], assert_exact(Outside, 3, tmp_path))
 
 
 class Sometimes(Encoded):
