@@ -62,12 +62,19 @@ def plan() -> PipelinePlan:
             found="no such package",
             remedy='Run `pip install ".[cli]"` in the folder of this package.',
         )
-    cli = PlanCLI(
-        run=False,
-        save_config_callback=None,
-        trainer_defaults={"strategy": {"class_path": "lightning_gnnpipe.GNNPipeStrategy"}},
-        parser_kwargs={"prog": "gnnpipe plan", "description": __doc__},
-    )
+    try:
+        cli = PlanCLI(
+            run=False,
+            save_config_callback=None,
+            trainer_defaults={"strategy": {"class_path": "lightning_gnnpipe.GNNPipeStrategy"}},
+            parser_kwargs={"prog": "gnnpipe plan", "description": __doc__},
+        )
+    except ValueError as error:  # jsonargparse joins the errors of the classes that it builds
+        raise ConfigError(
+            expected="a config that can be built",
+            found=str(error),
+            remedy="Run `gnnpipe plan --help`.",
+        ) from error
     strategy, data = cli.trainer.strategy, cli.datamodule
     if not isinstance(strategy, GNNPipeStrategy):
         raise ConfigError(

@@ -149,8 +149,13 @@ def test_every_argument_is_typed_and_documented(kind: type[Any]) -> None:
         ("--data=null", 1, "'data' to name a LightningDataModule"),
         ("--link_gbit=0", 1, "'link_gbit_per_s' to be positive"),
         ("--trainer.strategy.balance=[7]", 1, "'balance'"),
-        ("--trainer.strategy.num_chunks=0", 2, "'num_chunks' to be between 1"),
+        ("--trainer.strategy.num_chunks=0", 1, "'num_chunks' to be between 1"),
         ("--model.net=own_net.Missing", 2, "own_net.Missing"),
+        ("--config=nowhere.yaml", 2, "nowhere.yaml"),
+        ("--trainer.strategy.partition=best", 2, "'metis', 'random'"),
+        ("--trainer.strategy.history_dtype=int8", 2, "'bfloat16'"),
+        ("--trainer.strategy.chunks=8", 2, "'chunks'"),
+        ("--chunks=8", 2, "--chunks"),
     ],
 )
 def test_what_cannot_work_is_refused(
@@ -158,3 +163,11 @@ def test_what_cannot_work_is_refused(
 ) -> None:
     found, _, printed = gnnpipe("plan", "--config=own_net.yaml", option)
     assert found == status and text in printed and "Traceback" not in printed
+
+
+def test_errors_of_the_users_own_classes_are_shown(gnnpipe: Commands) -> None:
+    lines = "from torch import nn", "class Net(nn.Module):", "  def __init__(self, width: int):"
+    (gnnpipe.folder / "broken_net.py").write_text("\n".join([*lines, "    raise KeyError('mine')"]))
+    broken = ("--model.net=broken_net.Net", "--model.net.width=4")
+    status, _, printed = gnnpipe("plan", "--config=own_net.yaml", *broken)
+    assert status == 1 and "'mine'" in printed

@@ -38,12 +38,23 @@ class Net(nn.Module):
         return x * self.scale
 
 
-class Module(L.LightningModule):
-    """Trains a net, and writes down what it is told to look at."""
+class Rows(Net):
+    """Has a row of weights for each node."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = Net()
+        self.embedding = nn.Embedding(60, 5)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return super().forward(x + self.embedding.weight, edge_index)
+
+
+class Module(L.LightningModule):
+    """Trains a net, and writes down what it is told to look at."""
+
+    def __init__(self, net: type[nn.Module] = Net) -> None:
+        super().__init__()
+        self.net = net()
         self.seen: list[Tensor] = []
 
     def training_step(self, data: Data, batch_idx: int) -> Tensor:
@@ -254,7 +265,108 @@ class Cast(Module):
         return F.cross_entropy(out, data.y)
 
 
+class Momentum(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+class Writes(Module):
+    """Clips gradients and halves, loads and copies weights by hand."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append(nn.utils.clip_grad_norm_(self.parameters(), 0.1))
+        nn.utils.clip_grad_value_(self.parameters(), 0.02)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for p in self.parameters():
+                p.mul_(0.5)
+            self.net.convs[0].lin_l.weight.data.clamp_(min=-0.1)
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 1:
+            self.load_state_dict({name: one * 0.9 for name, one in self.state_dict().items()})
+        vector = nn.utils.parameters_to_vector(self.parameters()).detach()
+        nn.utils.vector_to_parameters(vector * 0.9, self.parameters())
+        self.seen.append(vector)
+
+
+class WritesStates(Module):
+    """Halves the moments of its optimizer, and looks at its states."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        optimizer = self.trainer.optimizers[0]
+        found = copy.deepcopy(optimizer.state_dict())
+        for state in found["state"].values():
+            state["exp_avg"] = state["exp_avg"] * 0.5
+        optimizer.load_state_dict(found)
+        self.seen += [value.clone() for p in optimizer.state.values() for value in p.values()]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
+class Penalized(Module):
+    """Decays its weights by hand, before and after the call of the net."""
+
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        before = torch.stack([p.square().sum() for p in self.net.parameters()]).sum()
+        loss = super().training_step(data, batch_idx)
+        return loss + 0.01 * (before + sum(p.abs().sum() for p in self.parameters()))
+
+
+class ByHand(Module):
+    """Clips and steps by hand."""
+
+    def __init__(self, net: type[nn.Module] = Net) -> None:
+        super().__init__(net)
+        self.automatic_optimization = False
+
+    def training_step(self, data: Data, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(data, batch_idx))
+        self.seen.append(nn.utils.clip_grad_norm_(self.net.parameters(), 0.1))
+        optimizer.step()
+
+
+class FillsGradients(torch.optim.Optimizer):
+    """Makes a state for each parameter, and zeros where one has no gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure else None
+        for p in self.param_groups[0]["params"]:
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+            mean.mul_(0.9).add_(torch.zeros_like(p) if p.grad is None else p.grad)
+            p -= self.param_groups[0]["lr"] * mean
+        return loss
+
+
+class Fills(Module):
+    """Thaws a part, for whose momentum a gradient of zeros counts."""
+
+    def on_train_epoch_start(self) -> None:
+        list(self.net.children())[-1].requires_grad_(self.current_epoch != 1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        states = self.trainer.optimizers[0].state
+        self.seen += [states[p]["mean"].clone() for p in self.parameters()]
+
+    def configure_optimizers(self) -> Any:
+        return FillsGradients(self.parameters(), {"lr": 0.1})
+
+
+class TwoViews(Module):
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        views = [self.net(data.x * factor, data.edge_index) for factor in (1.0, 0.5)]
+        return F.mse_loss(*views) + F.cross_entropy(views[0], data.y)
+
+
+IN_OWN_CODE = (Momentum, Writes, WritesStates, Penalized, ByHand, Fills, TwoViews)
 AS_PLAIN: list[tuple[Make, int, int]] = [  # with so many stages and shards
+    *((kind, 2, 1) for kind in IN_OWN_CODE),
+    *((partial(kind, Rows), 1, 2) for kind in IN_OWN_CODE),
     *((partial(Taught, moves), stages, 1) for moves, stages in ((True, 1), (False, 1), (False, 2))),
     *((partial(Aliased, how), n, 1) for how in ("list", "other list", "part") for n in (1, 2)),
     *((partial(Tied, is_layer), n, 1) for is_layer in (True, False) for n in (1, 2)),
@@ -266,7 +378,7 @@ AS_PLAIN: list[tuple[Make, int, int]] = [  # with so many stages and shards
 ]
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(6)
 @pytest.mark.parametrize(("make", "num_stages", "num_shards"), AS_PLAIN)
 def test_what_shares_or_changes_weights_trains_as_plainly(
     make: Make, num_stages: int, num_shards: int

@@ -110,7 +110,8 @@ def test_times_add_up() -> None:
     slowest_s = max(stage.compute_s for stage in plan.stages)
     ways = ("forward_s", "backward_s")  # another stage may be the slowest in one of them
     assert slowest_s * (4 + 3 - 1) / 4 <= 1.001 * (plan.step_s - plan.loss_s)
-    most_s = sum(max(getattr(c, way) for c in plan.layer_costs) for way in ways) * 6
+    num_layers = max(stage.num_layers for stage in plan.stages)
+    most_s = sum(max(getattr(c, way) for c in plan.layer_costs) for way in ways) * num_layers
     assert plan.step_s < most_s * 6 / 4 + 2 * plan.loss_s
     assert 0 < plan.loss_s < plan.step_s
     late = plan_of(module, num_stages=3, message_us=1e6)
@@ -119,6 +120,9 @@ def test_times_add_up() -> None:
     assert slow.step_s > slow.step_bytes / 3 / (1e-4 * 1e9 / 8) / 2
     assert slow.best.layout == (1, 1, 1) or slow.plain_s == min(slow.plain_s, slow.best.step_s)
     assert any(line.startswith("Fastest: ") for line in slow.advice)
+    assert any(line.startswith("A chunk takes only ") for line in slow.advice)  # of a small graph
+    whole = plan_of(module, num_chunks=1, num_stages=3)
+    assert not any("A chunk takes" in line for line in whole.advice)
     assert all(torch.equal(p, before[name]) for name, p in module.state_dict().items())
     assert "forward" not in module.net.__dict__
 
@@ -150,6 +154,21 @@ def test_one_device_with_one_chunk_and_a_plain_trainer_are_shown_first() -> None
     names = ("plain Trainer", "one device, 1 chunk", "graph parallel, 2 shards, 1 chunk")
     for name in (*names, "[pipeline, 2 stages, 4 chunks]", "Fastest: "):
         assert sum(name in line for line in lines) == 1
+
+
+def test_a_module_of_the_whole_graph_is_planned_without_plain_trainer(caplog: Logs) -> None:
+    """A plain Trainer's step is timed on a part of a large graph."""
+
+    class Embedded(GCNII):
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return super().forward(x + self.shift, edge_index)
+
+    net = Embedded(NUM_FEATURES, WIDTH, NUM_CLASSES, num_layers=2)
+    net.shift = nn.Parameter(torch.zeros(9000, 1))
+    options: dict[str, Any] = {"num_chunks": 1, "pipelined_module": "net", "num_stages": 1}
+    plan = plan_of(make_module(net), masked(torch.randint(9000, (2, 20000)), 9000), **options)
+    assert plan.plain_s is None and plan.plain_bytes is None
+    assert "plain Trainer" not in str(plan) and "Fastest: " in str(plan)
 
 
 def test_stages_take_longer_that_compute_the_encoder_again() -> None:

@@ -16,9 +16,11 @@ from lightning_gnnpipe import PipelineMonitor, StalenessMonitor, TimelineCallbac
 from lightning_gnnpipe.callbacks import monitor
 from lightning_gnnpipe.planning.traffic import pipeline_bytes
 from lightning_gnnpipe.types import TrafficKind
-from tests.helpers.observed import NUM_CLASSES, NUM_NODES, WIDTH, fit
+from tests.helpers.observed import NUM_CLASSES, NUM_NODES, WIDTH, fit, make_module
 from tests.helpers.steps import make_stats
 from tests.helpers.wandb_files import read_offline_run
+
+SENT = ("forward", "backward", "output", "weight_grad")
 
 
 def pipe_keys(num_stages: int) -> set[str]:
@@ -61,12 +63,12 @@ def test_csv_has_all_figures_of_every_epoch(num_stages: int, tmp_path: Path) -> 
         num_nodes=NUM_NODES,
         row_bytes=[WIDTH * 4] * (num_stages - 1),
         output_row_bytes=NUM_CLASSES * 4,
-        weight_bytes=0,
+        weight_bytes=sum((p.numel() + 1) * 4 for p in make_module().net.parameters()),
     )
     for line in lines:
         assert {key for key in line if key.startswith("pipe/")} == pipe_keys(num_stages)
         value = {key: float(text) for key, text in line.items() if text}
-        sent = sum(value[f"pipe/bytes/{kind}"] for kind in ("forward", "backward", "output"))
+        sent = sum(value[f"pipe/bytes/{kind}"] for kind in SENT)
         assert sent == formula
         waits = [value[f"pipe/wait_s/stage_{s}"] for s in range(num_stages)]
         assert all(0 <= wait < value["pipe/step_s"] < 60 for wait in waits)

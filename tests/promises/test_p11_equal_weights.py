@@ -13,6 +13,7 @@ import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
+from torch_geometric.loader import DataLoader as GraphLoader
 
 from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, communities
 from tests.helpers.trainers import quiet_trainer
@@ -46,7 +47,7 @@ class Module(L.LightningModule):
         self.net = Net(self.lin_in)
         self.head = nn.Linear(D, NUM_CLASSES)
         self.folder = folder
-        self.states: list[list[Tensor]] = []
+        self.states: list[tuple[list[Tensor], list[Tensor]]] = []
 
     def training_step(self, data: Data, batch_idx: int) -> Tensor:
         logits = self.head(self.net(data.x, data.edge_index) + self.lin_in(data.x))
@@ -63,10 +64,11 @@ class Module(L.LightningModule):
 
     def note(self) -> None:
         state = self.optimizers().optimizer.state  # type: ignore[union-attr]
-        found = [*self.parameters(), *self.buffers()]
+        found: list[Tensor] = list(self.parameters())
         for parameter in self.parameters():
             found += state.get(parameter, {}).values()
-        self.states.append([one.detach().clone() for one in found])
+        both = found, list(self.buffers())
+        self.states.append(tuple([one.detach().clone() for one in kind] for kind in both))
 
     def on_train_end(self) -> None:
         torch.save(self.states, self.folder / f"{self.global_rank}.pt")
@@ -75,23 +77,42 @@ class Module(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-@pytest.mark.parametrize(("num_stages", "num_shards"), [(1, 2), (2, 1), (2, 2), (3, 1)])
-def test_p11_all_ranks_hold_equal_bits(num_stages: int, num_shards: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [
+        (2, {"graph_parallel": 2}),
+        (2, {}),
+        (4, {"graph_parallel": 2}),
+        (3, {}),
+        (4, {"data_parallel": 2}),
+    ],
+)
+def test_p11_all_ranks_hold_equal_bits(
+    num_ranks: int, options: dict[str, int], tmp_path: Path
+) -> None:
     torch.manual_seed(0)
-    num_ranks = num_stages * num_shards
     trainer = quiet_trainer(
         num_ranks,
-        {"num_chunks": 3, "graph_parallel": num_shards, "pipelined_module": "net"},
+        {"num_chunks": 3, "pipelined_module": "net", **options},
         max_epochs=4,
         gradient_clip_val=0.1,
         num_sanity_val_steps=0,
         accumulate_grad_batches=2,
     )
-    loader = DataLoader([communities(3).data] * 2, batch_size=None)
+    data = communities(3).data
+    loader = DataLoader([data] * 2, batch_size=None)
+    if "data_parallel" in options:  # replicas train on batches of graphs, each on its own
+        graphs = [data.clone().update({"x": data.x * (1 + one)}) for one in range(8)]
+        loader = GraphLoader(graphs, batch_size=2)
     trainer.fit(Module(tmp_path).double(), loader, loader)
-    first, *others = [torch.load(tmp_path / f"{rank}.pt") for rank in range(num_ranks)]
-    assert len(first) == 4 * (2 + 1)
-    assert not torch.equal(first[0][0], first[-1][0])
-    for states in others:
-        for expected, found in zip(first, states, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(num_ranks)]
+    assert len(ranks[0]) == 4 * (2 + 1)
+    assert not torch.equal(ranks[0][0][0][0], ranks[0][-1][0][0])
+    for rank, states in enumerate(ranks):
+        # As under DDP, a replica's running statistics are its own until a validation.
+        of_replica = ranks[2 * (rank // 2)] if "data_parallel" in options else ranks[0]
+        for (first, _), (found, buffers), (_, expected) in zip(
+            ranks[0], states, of_replica, strict=True
+        ):
+            pairs = zip([*first, *expected], [*found, *buffers], strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)

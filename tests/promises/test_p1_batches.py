@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import copy
 import random
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch_geometric.nn as gnn
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
 from torch.utils.data import Dataset
+from torch_geometric.data import Batch
 from torch_geometric.loader import DataLoader
 
 from lightning_gnnpipe import StalenessWarmup
 from tests.helpers.batches import (
     NETS,
+    NUM_FEATURES,
     NUM_TARGETS,
     ODD_SIZES,
     SIZES,
@@ -78,6 +83,45 @@ def test_stages_equal_plain_lightning(
     piped, plain = fit_both(name, batches_of(SIZES), num_stages, num_chunks, tmp_path)
     assert_transparent(piped, plain)
     assert_shared_out(piped, plain)
+
+
+class Optional(nn.Module):
+    """Uses other weights where it is given something more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (NUM_FEATURES, WIDTH, NUM_TARGETS)
+        self.convs = nn.ModuleList(gnn.SAGEConv(*pair) for pair in pairwise(sizes))
+        self.more = nn.Linear(1, NUM_FEATURES)
+
+    def forward(self, x: Tensor, edge_index: Tensor, extra: Tensor | None = None) -> Tensor:
+        x = x if extra is None else x + self.more(extra)
+        return self.convs[1](self.convs[0](x, edge_index).relu(), edge_index)
+
+
+class OptionalModule(GraphModule):
+    """Gives more to the module from the third step on."""
+
+    num_steps = 0
+
+    def forward(self, data: Batch) -> Tensor:
+        self.num_steps += 1
+        extra = data.x[:, :1] if self.num_steps > 2 else None
+        return self.net(data.x, data.edge_index, extra=extra)
+
+
+@pytest.mark.parametrize("where", [{"num_stages": 2}, {"num_stages": 1, "num_replicas": 2}])
+def test_batches_that_need_other_weights(where: dict[str, int], tmp_path: Path) -> None:
+    """Replicas are given the same batches, in a list, which no sampler splits."""
+
+    def fit(**options: Any) -> FitResult:
+        torch.manual_seed(0)
+        module = OptionalModule(net=Optional())
+        return fit_batches(module, batches_of(SIZES), num_chunks=3, tmp_path=tmp_path, **options)
+
+    piped = fit(**where)
+    assert_transparent(piped, fit())
+    assert all("net.more.weight" in step.gradients for step in piped.steps[2:])
 
 
 @pytest.mark.some_cases(2)

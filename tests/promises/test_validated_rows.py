@@ -133,23 +133,65 @@ class Teaches(NodeClassifier):
         return super().training_step(batch, batch_idx)
 
 
+class ValidatesTwice(NodeClassifier):
+    """Has two validation loaders."""
+
+    def validation_step(self, batch: Data, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+
+
+class Stumbles(NodeClassifier):
+    """Has a feature that is not a number in step 2, and skips it."""
+
+    def training_step(self, batch: Data, batch_idx: int) -> Tensor | None:
+        if self.current_epoch == 2:
+            batch = batch.clone()
+            batch.x = torch.full_like(batch.x, torch.nan)
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.isfinite() else None
+
+
+def fewer_edges(data: Data) -> Data:
+    assert data.edge_index is not None
+    data.edge_index = data.edge_index[:, :-2]
+    return data
+
+
 def own() -> FullGraphDataModule:
     return FullGraphDataModule(graph())
 
 
+RUNS: dict[str, tuple[type[NodeClassifier], Callable[[], Any], list[L.Callback]]] = {
+    "as usual": (NodeClassifier, own, []),
+    "asks without gradients": (Teaches, own, []),
+    "two loaders": (ValidatesTwice, lambda: Two(same, same), []),
+    "averaged weights": (NodeClassifier, own, [EMAWeightAveraging(decay=0.9)]),
+    "a lost step": (Stumbles, own, []),
+    "another graph": (NodeClassifier, lambda: Two(fewer_edges), []),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [NodeClassifier, Teaches])
-@pytest.mark.parametrize("options", [{}, {"limit_val_batches": 0}, {"check_val_every_n_epoch": 2}])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *covering(RUNS, [{}, {"limit_val_batches": 0}]),
+        ("as usual", {"check_val_every_n_epoch": 2}),
+    ],
+)
 def test_p6_a_refresh_goes_on_from_a_checkpoint_before_validation(
-    kind: type[NodeClassifier], options: dict[str, Any], tmp_path: Path
+    name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Lightning does not repeat the validation which would have renewed the embeddings."""
+    kind, make_data, callbacks = RUNS[name]
 
     def go(folder: str, resume: Path | None = None) -> list[Tensor]:
         saver = ModelCheckpoint(tmp_path / folder, "{epoch}", save_top_k=-1, every_n_train_steps=1)
-        return train(None, EmbeddingRefresh(2), saver, resume=resume, kind=kind, **options)
+        more = (EmbeddingRefresh(2), *copy.deepcopy(callbacks), saver)
+        return train(make_data(), *more, resume=resume, kind=kind, **options)
 
     whole = go("whole")
+    assert all(bool(one.isfinite().all()) for one in whole)
     for epoch in range(5):
         assert are_equal(go(str(epoch), tmp_path / "whole" / f"epoch={epoch}.ckpt"), whole), epoch
 
