@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -56,6 +58,10 @@ class Module(L.LightningModule):
         super().__init__()
         self.net = net()
         self.seen: list[Tensor] = []
+        self.folder = ""
+
+    def on_fit_end(self) -> None:
+        torch.save(self.seen, f"{self.folder}/{self.global_rank}.pt")
 
     def training_step(self, data: Data, batch_idx: int) -> Tensor:
         return F.cross_entropy(self.net(data.x, data.edge_index), data.y)
@@ -68,11 +74,15 @@ Make = Callable[[], Module]
 
 
 def run(make: Make, num_stages: int, num_shards: int = 1) -> Module:
-    """Train for three epochs; 0 stages is plain Lightning."""
+    """Train for three epochs, in which all ranks see the same; 0 stages is plain Lightning."""
     L.seed_everything(1, verbose=False)
     module = make()
     trainer = make_trainer(num_stages, 3, num_shards=num_shards)
-    trainer.fit(module, datamodule=datamodule())
+    with tempfile.TemporaryDirectory() as module.folder:
+        trainer.fit(module, datamodule=datamodule())
+        module.seen, *others = [torch.load(path) for path in Path(module.folder).iterdir()]
+    for seen in others:
+        torch.testing.assert_close(seen, module.seen)
     return module
 
 

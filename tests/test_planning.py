@@ -156,17 +156,9 @@ def test_one_device_with_one_chunk_and_a_plain_trainer_are_shown_first() -> None
         assert sum(name in line for line in lines) == 1
 
 
-def test_a_module_of_the_whole_graph_is_planned_without_plain_trainer(caplog: Logs) -> None:
-    """A plain Trainer's step is timed on a part of a large graph."""
-
-    class Embedded(GCNII):
-        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            return super().forward(x + self.shift, edge_index)
-
-    net = Embedded(NUM_FEATURES, WIDTH, NUM_CLASSES, num_layers=2)
-    net.shift = nn.Parameter(torch.zeros(9000, 1))
-    options: dict[str, Any] = {"num_chunks": 1, "pipelined_module": "net", "num_stages": 1}
-    plan = plan_of(make_module(net), masked(torch.randint(9000, (2, 20000)), 9000), **options)
+def test_a_plain_step_of_a_large_graph_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_gnnpipe.planning.forecast._LARGE_WORK", 200)
+    plan = plan_of()
     assert plan.plain_s is None and plan.plain_bytes is None
     assert "plain Trainer" not in str(plan) and "Fastest: " in str(plan)
 
