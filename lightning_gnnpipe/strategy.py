@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import fields
 from datetime import timedelta
 from functools import partial
@@ -327,9 +328,8 @@ class GNNPipeStrategy(LightningStrategy):
         self._processes.fail(exception)
 
     def teardown(self) -> None:
-        self._host.detach()
-        self._checkpoints.take_resumed()  # of a run that failed before it began
-        try:
-            super().teardown()
-        finally:
-            self._processes.end_run()
+        with ExitStack() as after:  # each of these runs, also if another one raises
+            after.callback(self._processes.end_run)
+            after.callback(super().teardown)
+            after.callback(self._checkpoints.take_resumed)  # of a run that failed before it began
+            self._host.detach()

@@ -25,6 +25,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn.conv import gcn_conv, han_conv
 
 from lightning_gnnpipe import FullGraphDataModule, StalenessMonitor, StalenessWarmup
+from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.models import GCNII, NodeClassifier
 from tests.helpers.observed import NUM_CLASSES, make_data, make_module, make_trainer
 
@@ -74,6 +75,9 @@ def test_a_run_leaves_the_process_as_it_was(fails: bool) -> None:
                 raise KeyError("a mistake")
             return loss
 
+        def on_train_start(self) -> None:
+            warnings.filterwarnings("ignore", message="what the user ignores")
+
     trainer, module, data = make_trainer(1, 3), Module(make_module().net, NUM_CLASSES), make_data()
     before = process_state(trainer)
     if fails:
@@ -83,8 +87,22 @@ def test_a_run_leaves_the_process_as_it_was(fails: bool) -> None:
         trainer.fit(module, data)
         trainer.validate(module, data, verbose=False)
     after = process_state(trainer)
+    assert after["warnings"].pop(0)[1].pattern == "what the user ignores"
     for key, value in before.items():
         assert after[key] == value, key
+
+
+def test_the_module_is_given_back_also_if_the_end_of_the_run_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(engine: PipelineEngine) -> None:
+        raise RuntimeError("CUDA error: device-side assert")
+
+    module = make_module()
+    monkeypatch.setattr(PipelineEngine, "run_state", fail)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        make_trainer(1, 3).fit(module, make_data())
+    assert "forward" not in vars(module.net)
 
 
 WARM, LAST, NUM_LOOKS = 60, 200, 5

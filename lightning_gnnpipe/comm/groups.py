@@ -104,7 +104,7 @@ class Mesh:
     @property
     def groups(self) -> list[ProcessGroup]:
         """The process groups of this rank that the package made."""
-        members = self.shards, self.own_replica, self.replicas, self.everyone, self.asked
+        members = self.shards, self.pipe, self.own_replica, self.replicas, self.everyone, self.asked
         found = [one.group for one in members if len(one.ranks) > 1]
         if _is_ours():
             found.append(dist.group.WORLD)

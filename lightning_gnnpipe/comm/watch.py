@@ -34,6 +34,7 @@ class Watch:
         self._prefix = ""
         self._groups: Sequence[ProcessGroup] = ()
         self._stopped = threading.Event()
+        self._reading = threading.Lock()
         self._cause: str | None = None
 
     def start(self, groups: Sequence[ProcessGroup]) -> None:
@@ -59,10 +60,11 @@ class Watch:
 
     def read(self) -> None:
         """Read the cause, if there is one, and say that this rank has."""
-        if self._cause is None and self._prefix:
-            self._cause = self._ask(self._look)
-            if self._cause is not None:
-                self._ask(lambda: self._store.add(f"{self._prefix}heard", 1))
+        with self._reading:  # else the thread and the caller would both count this rank
+            if self._cause is None and self._prefix:
+                self._cause = self._ask(self._look)
+                if self._cause is not None:
+                    self._ask(lambda: self._store.add(f"{self._prefix}heard", 1))
 
     def fail(self, cause: str) -> None:
         """Publish why this rank ends, unless a rank did before, and break its groups.

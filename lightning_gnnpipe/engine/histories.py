@@ -83,10 +83,11 @@ class Histories:
         if isinstance(self.store, SharedStore):
             self.store.drain()
 
-    def drop(self) -> None:
+    def drop(self, *, waits: bool) -> None:
         """Free the rows; the next training step on this input is exact."""
         self.is_renewed = self.is_refresh_due = False
-        self.drain()
+        if waits:
+            self.drain()
         self._make(self.store.options)
         self.filled.clear()
 

@@ -207,11 +207,11 @@ class KnownInputs:
             if self._num_new > _MOST_KEPT:
                 self.tell_share(num_steps)
 
-    def drop_rows(self) -> None:
-        """Drop all rows; the next step on each input is exact."""
+    def drop_rows(self, *, waits: bool = True) -> None:
+        """Drop all rows, after messages have arrived; the next step on each input is exact."""
         self.saved.clear()
         for histories in self.kept.values():
-            histories.drop()
+            histories.drop(waits=waits)
 
     def tell_share(self, num_steps: int) -> None:
         """Warn once if most of `num_steps` training steps were exact because of new inputs."""

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import inspect
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
@@ -54,21 +53,6 @@ def keep_samplers(trainer: Trainer) -> AbstractContextManager[None]:
     """Make the Trainer keep the loaders' samplers within the block."""
     connector = trainer._accelerator_connector
     return replace_attributes(connector, {"use_distributed_sampler": False})
-
-
-_WRONG_ADVICE = (
-    ".*recommended to use `self.log.*sync_dist=True",  # logged values are equal on all ranks
-    r".*number of training batches \(1\) is smaller",  # as with a whole graph
-)
-
-
-@contextmanager
-def without_wrong_advice() -> Iterator[None]:
-    """Silence advice of Lightning that is wrong here within the block."""
-    with warnings.catch_warnings():
-        for text in _WRONG_ADVICE:
-            warnings.filterwarnings("ignore", message=text)
-        yield
 
 
 class LightningStrategy(ParallelStrategy):

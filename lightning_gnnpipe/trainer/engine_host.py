@@ -75,7 +75,6 @@ class EngineHost:
         check_sync(self._strategy.syncs_norms, options.data_parallel)
         if not self._replicas.are_several:
             self._patched.enter_context(_compat.keep_samplers(trainer))
-            self._patched.enter_context(_compat.without_wrong_advice())
         if is_fitting and options.idle_in_one_chunk and trainer.is_global_zero:
             names = ", ".join(options.idle_in_one_chunk)
             log.warning("With num_chunks=1 these options have no effect: %s.", names)
@@ -122,16 +121,16 @@ class EngineHost:
         engine, self._engine = self._engine, None
         is_interrupted = self._processes.is_interrupted
         try:
+            engine.detach()
             if engine.options.is_fitting:
                 self.last_run = engine.run_state().without_histories()
-            engine.detach()
         finally:
             self._patched.close()
         if not is_interrupted:
             engine.statistics.warn()
             engine.graphs.inputs.tell_share(engine.num_training_passes)
         self.controls.reset()
-        engine.graphs.inputs.drop_rows()
+        engine.graphs.inputs.drop_rows(waits=not is_interrupted)
 
     def begin_loop(self) -> None:
         """Take over the signals, for which Lightning has set its handlers."""

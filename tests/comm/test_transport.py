@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 
 from lightning_gnnpipe._compat_torch import set_group_timeout
 from lightning_gnnpipe.comm import Label, Mesh, Meter, Transport, World
+from lightning_gnnpipe.comm.watch import Watch
 from lightning_gnnpipe.errors import GraphError, PeerError, UnsupportedError
 
 SIZES = [(3, 2), (1, 2), (0, 2), (7, 2)]
@@ -122,6 +123,40 @@ def fail_on_first(transport: Transport) -> None:
 @pytest.mark.parametrize("work", [exchange, leave_behind, share, fail_on_first])
 def test_two_ranks(work: Work, tmp_path: Path) -> None:
     run(work, tmp_path)
+
+
+def hold_all_groups(transport: Transport) -> None:
+    mesh = transport.mesh
+    used = [transport.members, transport.pipe.members, mesh.shards, transport.asked.members]
+    assert {one.group for one in used} <= {*mesh.groups, None}
+    assert transport.pipe.members.group not in (None, transport.members.group)
+
+
+def test_a_failure_breaks_the_groups_of_all_axes(tmp_path: Path) -> None:
+    run(hold_all_groups, tmp_path, (2, 2))
+
+
+def test_a_rank_counts_once_as_one_that_has_heard_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, watch, store = [], Watch(0, 2), dist.HashStore()
+    monkeypatch.setattr(watch, "_store", store)
+    monkeypatch.setattr(watch, "_prefix", "run/")
+    store.set("run/cause", "Rank 1 failed")
+    look = watch._look
+
+    def look_slowly() -> str | None:
+        found.append(look())
+        time.sleep(0.2)
+        return found[-1]
+
+    monkeypatch.setattr(watch, "_look", look_slowly)
+    threads = [threading.Thread(target=watch.read) for _ in range(2)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert store.add("run/heard", 0) == 1 and found == ["Rank 1 failed"]
 
 
 def receive(transport: Transport) -> None:

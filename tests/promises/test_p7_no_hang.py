@@ -188,6 +188,7 @@ CASES: list[Any] = [
         for turn, way in enumerate(OPERATIONS)
     ),
     ("exchange", "raise", 0, "fork", SHARDS),
+    ("callback", "raise", 0, "popen", {**SHARDS, "async_halo": True}),
     ("exchange", "kill", 1, "fork", SHARDS),
     ("exchange", "kill", 0, "fork", {**SHARDS, "async_halo": True}),
     ("exchange", "stall", 1, "fork", {**SHARDS, "async_halo": True}),
@@ -245,6 +246,8 @@ def test_p7_all_ranks_end_with_the_cause(
     killed = LOST if start_method == "popen" or where == "mesh" else "SIGKILL"
     cause = {"raise": MISTAKE, "kill": killed, "stall": "did not answer within 2 s"}[how]
     assert re.search(cause, script.text), script.text[-3000:]
+    hidden = rf"{MISTAKE}\"\s+(\[rank\d\]:\s+)?During handling of the above"
+    assert not re.search(hidden, script.text), script.text[-3000:]
 
 
 MEMORY = "out of memory on purpose"
