@@ -90,10 +90,10 @@ class BatchPasses:
             used = [name for name, norm in norms.items() if uses_batch_statistics(norm)]
             if used:
                 self._fallbacks.tell(
-                    f"BatchNorm ('{used[0]}') in a batch of graphs",
-                    origin="the statistics of all graphs in the batch",
-                    to="the statistics of each micro-batch, as DDP does on each replica",
-                    remedy="Running statistics are updated once per step, from all graphs.",
+                    "BatchNorm ('%s') takes the statistics of each micro-batch of graphs, as it "
+                    "takes those of each replica in DDP. Running statistics are updated once per "
+                    "step, from all graphs.",
+                    used[0],
                 )
         if options.self_check:
             check_graphs(module, layers, call, inputs, in_parts=in_parts, with_gradients=trains)
@@ -106,16 +106,15 @@ class BatchPasses:
         self._has_met_several |= inputs.graphs.num_graphs > 1
         if num_chunks > 1 and not self._has_met_several:
             self._fallbacks.tell(
-                "A batch of graphs holds one graph",
-                origin="chunks of a graph",
-                to="one micro-batch, which overlaps with nothing",
-                remedy="If it is your only graph, serve it by DataLoader([data], batch_size=None).",
+                "A batch of graphs holds one graph: it runs in one micro-batch, which overlaps "
+                "with nothing. If it is your only graph, serve it by DataLoader([data], "
+                "batch_size=None)."
             )
         elif plan.num_chunks < num_chunks and self._options.chunks.num_chunks != "auto":
             self._fallbacks.tell(
-                f"A batch has {plan.num_chunks} graphs with nodes",
-                origin=f"num_chunks={num_chunks}",
-                to="one micro-batch for each graph",
+                "A batch of %s graphs with nodes runs in as many micro-batches, not num_chunks=%s.",
+                plan.num_chunks,
+                num_chunks,
             )
         return plan
 

@@ -115,17 +115,17 @@ def first_line(error: Exception) -> str:
 
 
 class Fallbacks:
-    """Warns of fallbacks, each once; quiet if another rank warns."""
+    """Warns of fallbacks, each once: what happens, and why. Quiet if another rank warns."""
 
     def __init__(self, log: logging.Logger, *, is_quiet: bool = False) -> None:
         self._log, self._is_quiet = log, is_quiet
-        self._told: set[tuple[str, str]] = set()
+        self._known: set[str] = set()
 
-    def tell(self, why: str, *, origin: str, to: str, remedy: str = "") -> None:
-        """Warn once that `to` replaces `origin` because of `why`; `remedy`: whole sentences."""
-        if not self._is_quiet and (origin, to) not in self._told:
-            self._told.add((origin, to))
-            self._log.warning("%s: from %s to %s.%s", why, origin, to, remedy and f" {remedy}")
+    def tell(self, text: str, *values: object) -> None:
+        """Warn with `text`, which `values` fill in, once for each text."""
+        if not self._is_quiet and text not in self._known:
+            self._known.add(text)
+            self._log.warning(text, *values)
 
 
 def advice_on(value: object) -> str | None:

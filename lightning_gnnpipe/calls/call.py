@@ -128,6 +128,7 @@ class Call:
         num_nodes: Of a PyG `Data` among the arguments, else None.
         counts: Names and values that are the number of graphs if there is a batch vector.
         slices: By leaf index, for tensors of a PyG `Batch`.
+        options: Plain values among the arguments, by name.
         arguments: The original `(args, kwargs)`.
         is_one_graph: Whether all nodes belong to one graph, whatever the batch vector says.
         batch_nodes: Returns the number of nodes in the user's batch, for a call without node rows.
@@ -142,6 +143,7 @@ class Call:
     num_nodes: int | None
     counts: tuple[tuple[str, int], ...] = ()
     slices: Mapping[int, Slices] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     arguments: tuple[Sequence[Any], Mapping[str, Any]] = field(default=((), {}), repr=False)
     is_one_graph: bool = False
     batch_nodes: CountNodes | None = None
@@ -224,6 +226,7 @@ def flatten_call(
         collector.num_nodes,
         tuple(collector.counts),
         collector.slices,
+        collector.options,
         (args, kwargs),
         batch_nodes=batch_nodes,
         method=method,
@@ -240,6 +243,7 @@ class _Collector:
         self.num_nodes: int | None = None
         self.counts: list[tuple[str, int]] = []
         self.slices: dict[int, Slices] = {}
+        self.options: dict[str, Any] = {}
 
     def visit(self, name: str, value: Any) -> Any:
         """Return `value` with its tensors replaced by slots."""
@@ -272,6 +276,7 @@ class _Collector:
         if isinstance(value, int) and type(value) is not bool and last_name(name) in COUNTS:
             self.counts.append((name, value))
             return _Count(value)
+        self.options[name] = value
         return value
 
     def _add(self, name: str, leaf: Tensor) -> _Slot:

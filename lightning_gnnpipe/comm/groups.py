@@ -236,9 +236,9 @@ def choose_wire(device: torch.device, backend: str) -> torch.device:
         return device
     shared = [rank for rank, gpu in enumerate(found) if gpu == crowded]
     Fallbacks(log, is_quiet=dist.get_rank() != 0).tell(
-        f"Ranks {' and '.join(map(str, shared))} share a GPU, which NCCL does not support",
-        origin="NCCL",
-        to="gloo, which sends messages through the CPU",
+        "Messages go through the CPU by gloo, since ranks %s share a GPU, which NCCL does not "
+        "support.",
+        " and ".join(map(str, shared)),
     )
     return torch.device("cpu")
 

@@ -138,9 +138,7 @@ class EngineChecks:
         idle = [name for name, (value, default) in given.items() if value != default]
         if idle and self._options.is_fitting:
             self._fallbacks.tell(
-                "No graph of a batch is cut, and none of its embeddings is stale",
-                origin=f"what {' and '.join(idle)} say",
-                to="micro-batches of whole graphs",
+                "Without effect on batches of graphs, of which none is cut: %s.", ", ".join(idle)
             )
 
     def chunks(self, graph: PlannedGraph) -> None:
@@ -159,18 +157,15 @@ class EngineChecks:
         """Warn once if a batch of several graphs runs as one graph."""
         if graph_of_node is not None and inputs.graphs is None and not call.has_graphs:
             self._fallbacks.tell(
-                "Edges connect different graphs of the batch, or the module's input has other "
-                "nodes than the batch",
-                origin="micro-batches of whole graphs",
-                to="chunks of one graph",
+                "The batch runs as one graph, cut into chunks, since edges connect its graphs, or "
+                "the module's input has other nodes than the batch."
             )
 
     def new_reads(self) -> None:
         """Warn once that a step fills histories again in the middle of training."""
         self._fallbacks.tell(
-            "The module runs in a new mode (train or eval, frozen weights, options)",
-            origin="pipelined steps",
-            to="an exact step, which fills the histories",
+            "A step runs exactly, to fill the histories, since the mode of the module (train or "
+            "eval), frozen weights or options have changed."
         )
 
     def loss_of_rows(self) -> None:
@@ -178,9 +173,8 @@ class EngineChecks:
         known = self._graphs.inputs.kept.values()
         if any(own.filled and own.graph.plan.num_chunks > 1 for own in known):
             self._fallbacks.tell(
-                "The last step failed midway, or its loss or gradients were not finite",
-                origin="pipelined steps",
-                to="an exact step, which fills the histories anew",
+                "A step runs exactly, to fill the histories anew, since the last one failed "
+                "midway, or its loss or gradients were not finite."
             )
 
     def layers(self, layers: Layers, call: Call, inputs: Inputs) -> None:

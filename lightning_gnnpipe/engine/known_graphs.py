@@ -74,9 +74,9 @@ class GraphCache:
         graph = self._get(fingerprint, inputs, is_cut=True)
         if self.histories.is_too_narrow:
             self._fallbacks.tell(
-                f"history_dtype {self.histories.dtype} has no room for small gradients",
-                origin="gradients that linear layers exchange in this dtype",
-                to="gradients as computed",
+                "Gradients that linear layers exchange keep their own dtype, since "
+                "history_dtype=%s has no room for small ones.",
+                self.histories.dtype,
             )
         if graph.is_complete:
             self._graphs.pop((fingerprint, False), None)
@@ -131,11 +131,11 @@ class GraphCache:
             num_edges = edge_index.size(1)
             lost = num_edges - kept.numel()
             self._fallbacks.tell(
-                f"cross_chunk_edges='drop' leaves out {lost:,} of {num_edges:,} edges "
-                f"({100 * lost / num_edges:.1f} %), those between chunks",
-                origin="the whole graph",
-                to="one without them in training",
-                remedy="Validation, test and predict read all.",
+                "Training leaves out %s of %s edges (%.1f %%), those between chunks, since "
+                "cross_chunk_edges='drop'. Validation, test and predict read all.",
+                f"{lost:,}",
+                f"{num_edges:,}",
+                100 * lost / num_edges,
             )
         if num_shards == 1:
             plan = plan_from_assignment(edge_index, num_nodes, assignment, kept=kept)

@@ -165,9 +165,8 @@ def warn_of_mismatch(taken: SavedHistories | None, own: Histories) -> None:
         )
     elif taken is None and own.graph.plan.num_chunks > 1:
         Fallbacks(log).tell(
-            "The checkpoint has no histories of this input, these chunks and layers",
-            origin="resuming a pipelined run",
-            to="an exact first step, which fills them",
+            "The first step runs exactly, since the checkpoint has no histories of this input, "
+            "these chunks and layers."
         )
 
 

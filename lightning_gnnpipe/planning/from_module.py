@@ -217,9 +217,8 @@ def _time_loss(
             return median(_time_step(twin, batch) for _ in range(_NUM_TIMED))
     except Exception as error:  # user code may fail on outputs of zeros
         Fallbacks(log).tell(
-            f"The loss could not be timed ({error!r})",
-            origin="a plan of the whole training step",
-            to="a plan without the loss",
+            "The plan leaves out the time of the loss, which failed on outputs of zeros (%r).",
+            error,
         )
         return 0.0
 

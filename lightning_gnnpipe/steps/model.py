@@ -41,7 +41,11 @@ from lightning_gnnpipe.steps.partitioner import EngineOptions, Measure
 
 log = logging.getLogger(__name__)
 
-_NUM_MODES, _MANY_CHANGES = 8, 4
+_NUM_MODES, _MANY_CHANGES, _MANY_VALUES = 8, 4, 3
+_TRACED_ANEW = (
+    "Forward is traced anew each time that %s changes. To trace once, keep numbers in a buffer and "
+    "change it in place: self.scale.fill_(0.5)."
+)
 
 Check = Callable[[Layers, Call, Inputs], None]
 OnSplit = Callable[[Sequence[Stage], dict[str, set[int]], list[float]], None]
@@ -66,6 +70,7 @@ class PipelinedModel:
         self._transport, self._options = transport, options
         self._check, self._is_cut, self._modes = check, is_cut, dict[Key, Mode]()
         self._num_changes = 0  # of options that forward reads
+        self._given: dict[str, set[str]] = {}  # values of plain arguments
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
         self.on_split: OnSplit | None = None  # called with stages, users of parameters, costs
         self.costs: StepCosts | None = None  # once measured
@@ -100,6 +105,7 @@ class PipelinedModel:
                 key = self._trace_all(call, inputs, also_train=also_train)
                 self._assign_layers(inputs, measure)
         self._modes[key] = mode = self._modes.pop(key)  # now most recently used
+        self._note_arguments(call)
         return mode
 
     def note_random(self, mode: Mode) -> None:
@@ -185,13 +191,16 @@ class PipelinedModel:
         changed = mode.layers.outside.changed(before, mode.layers.outside.values())
         self._num_changes += bool(changed)
         if changed and self._num_changes == _MANY_CHANGES:
-            self._fallbacks.tell(
-                f"Forward reads {', '.join(changed)}, which changes often",
-                origin="one trace of the module",
-                to="a new trace after each change",
-                remedy="To trace once, keep numbers in a buffer and change it in place: "
-                "self.scale.fill_(0.5).",
-            )
+            self._fallbacks.tell(_TRACED_ANEW, ", ".join(changed))
+
+    def _note_arguments(self, call: Call) -> None:
+        """Warn once of a plain argument with several values, each of which is traced."""
+        for name, value in call.options.items():
+            values = self._given.setdefault(name, set())
+            if len(values) < _MANY_VALUES:
+                values.add(repr(value))
+                if len(values) == _MANY_VALUES:
+                    self._fallbacks.tell(_TRACED_ANEW, f"its argument '{name}'")
 
     def _trace(self, call: Call, inputs: Inputs) -> Key:
         """Trace the module in its present mode, unless cached."""
@@ -264,9 +273,7 @@ class PipelinedModel:
         if is_idle and len(stages) > 1:
             why = "mixes rows" if inputs.graphs is None else "is of a batch of graphs"
             self._fallbacks.tell(
-                f"repeat_encoder=True has no effect, since what stages receive {why}",
-                origin="computing it again",
-                to="receiving it",
+                f"repeat_encoder=True has no effect, since what stages receive {why}."
             )
 
     def _count_layers(self, inputs: Inputs, measure: Measure) -> tuple[int, ...]:

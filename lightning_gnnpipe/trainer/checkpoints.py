@@ -138,9 +138,9 @@ class Checkpoints:
             ident = processes.everyone.broadcast_object(sidecar.new_id() if has_histories else None)
             if path is None and bool(state.inputs) and is_first:
                 self._fallbacks.tell(
-                    f"{filepath} is on remote storage, where histories are not saved",
-                    origin="resuming with the histories of the run",
-                    to="resuming with an exact step, which fills them",
+                    "A run resumed from %s begins with an exact step, since histories are not "
+                    "saved on remote storage.",
+                    filepath,
                 )
             checkpoint[_KEY] = self._run(state, ident)
         if path is not None and ident is not None:

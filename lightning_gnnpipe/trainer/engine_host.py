@@ -80,9 +80,9 @@ class EngineHost:
             log.warning("With num_chunks=1 these options have no effect: %s.", names)
         if compiled := self._patched.enter_context(as_written(module)):
             Fallbacks(log, is_quiet=not trainer.is_global_zero).tell(
-                f"Message passing on chunks cannot be compiled ({', '.join(compiled)})",
-                origin="modules compiled by torch.compile",
-                to="the modules as they are written",
+                "%s runs without torch.compile, since message passing on chunks cannot be "
+                "compiled.",
+                ", ".join(compiled),
             )
         self._found = find_pipelined(module, options.pipelined_module)
         self._is_called, pipelined = False, self._found.module

@@ -417,7 +417,7 @@ def test_what_changes_often_is_told_once(caplog: pytest.LogCaptureFixture) -> No
         with torch.no_grad():
             net._scale, _ = float(number), net.mask.fill_(number)
             engine.forward(inputs, {})
-    assert caplog.text.count("Forward reads _scale, which changes often") == 1
+    assert caplog.text.count("Forward is traced anew each time that _scale changes.") == 1
     num_modes = len(engine.model._modes)
     net.mask.fill_(0.5)
     torch.testing.assert_close(engine.forward(inputs, {}), net(*inputs))
