@@ -97,7 +97,8 @@ class InputIdentity:
 
     def of(self, call: Call, inputs: Inputs, batch: Callable[[], int]) -> InputKey:
         """Return the key of a call on one graph; `batch` returns a fingerprint of the batch."""
-        parts = {"option": text_fingerprint(repr((call.signature, self._cross_edges)))}
+        parts = {f"'{name}'": text_fingerprint(repr(one)) for name, one in call.options.items()}
+        parts["option"] = text_fingerprint(repr((call.signature, self._cross_edges)))
         names = tuple(f"'{name}'" for name in call.names)
         leaves: list[int | None] = []
         graph = [inputs.num_nodes, *inputs.edge_sizes]

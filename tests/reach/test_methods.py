@@ -268,6 +268,21 @@ class InTurn(OneCalled):
         return torch.optim.SGD([*self.encoder.parameters(), *self.head.parameters()], lr=0.1)
 
 
+class Annealed(OneCalled):
+    """A number among the arguments is another in each epoch."""
+
+    class Encoder(Encoder):
+        def forward(self, x: Tensor, edge_index: Tensor, tau: float) -> Tensor:
+            return super().forward(x, edge_index) / tau
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.unused = self.Encoder(), nn.Identity()
+
+    def _rows(self, data: Data) -> Tensor:
+        return self.encoder(data.x, data.edge_index, 0.9**self.current_epoch)
+
+
 class Backbone(OneCalled):
     """A second name for the layers, as BackboneFinetuning wants it."""
 
@@ -394,6 +409,17 @@ def fresh(make: Callable[[], Module]) -> Module:
     with double_precision():
         torch.manual_seed(0)
         return make()
+
+
+def test_an_argument_that_is_traced_anew_each_time_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fit(Annealed, 3)
+    assert caplog.text.count("traced anew each time that its argument 'tau' changes.") == 1
+    assert "ran exactly, not pipelined, because 'tau', option" in caplog.text
+    caplog.clear()
+    fit("another method in evaluation", 3)
+    assert "anew" not in caplog.text
 
 
 def test_what_is_named_must_exist() -> None:
