@@ -78,7 +78,7 @@ class PassInputs(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def whole_edge_leaf(self, name: str, *, edge_set: int | None, reverse: bool) -> Tensor | None:
+    def whole_edge_leaf(self, name: str, *, edge_set: int | None) -> Tensor | None:
         """Return an edge-level leaf of the whole graph; see `passing.EdgeLeaves`."""
 
     @abstractmethod
@@ -122,7 +122,7 @@ class PlannedInputs(PassInputs):
         super().release()
         self._call = None
 
-    def whole_edge_leaf(self, name: str, *, edge_set: int | None, reverse: bool) -> Tensor | None:
+    def whole_edge_leaf(self, name: str, *, edge_set: int | None) -> Tensor | None:
         """Return a leaf of the edges of all shards; see `passing.EdgeLeaves`."""
         slot = _slot(name)
         leaf = self._leaf(slot)
@@ -131,9 +131,7 @@ class PlannedInputs(PassInputs):
         if edge_set is None or self._sets[slot] != edge_set:
             return None
         globe = self._plan.globe
-        edges = (globe.reverse if reverse else globe).edge_set(edge_set)
-        if reverse:
-            name += " reversed"
+        edges = globe.edge_set(edge_set)
         if globe is not self._plan:
             name += " of all shards"
         return self._permuted(name, slot, edges.edge_perm)
@@ -217,7 +215,7 @@ class BatchInputs(PassInputs):
         first, end = self._rows.span(value.kind, value.edge_set, (0, len(self._plan.order)))
         return end - first
 
-    def whole_edge_leaf(self, name: str, *, edge_set: int | None, reverse: bool) -> Tensor | None:
+    def whole_edge_leaf(self, name: str, *, edge_set: int | None) -> Tensor | None:
         """Return None: layers run on whole graphs, and read no edges of other chunks."""
 
     def _slice(self, chunk: MicroBatch, name: str) -> Any:

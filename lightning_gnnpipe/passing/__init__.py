@@ -18,4 +18,5 @@ from lightning_gnnpipe.passing.matrix import (
     assemble,
     is_matrix,
     refuse_shape,
+    turn_edges,
 )

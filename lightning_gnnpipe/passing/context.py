@@ -41,6 +41,7 @@ class Scope:
     calls: dict[str, int] = field(default_factory=dict)
     widened: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = field(default_factory=dict)
     matrices: dict[int, tuple[Any, Entries]] = field(default_factory=dict)  # by id, of layers
+    turned: dict[int, tuple[int, Tensor]] = field(default_factory=dict)  # edge sets, see `turn`
 
 
 _OUTSIDE = cast(Scope, None)  # no layer of the pipeline runs
@@ -82,7 +83,6 @@ class MessageContext(TapedContext):
         self.is_passing = False  # inside `propagate` or `edge_updater`
         self._plan = plan
         self._scope = _OUTSIDE
-        self._flips: dict[tuple[int, str, int], int | None] = {}
         self._num_numbered: dict[int | None, int] = {}
 
     def enter(self, chunk: Chunk, segment: int, leaves: Mapping[str, Tensor] | None = None) -> None:
@@ -140,25 +140,27 @@ class MessageContext(TapedContext):
         self._scope.calls[layer] = call + 1
         return call
 
-    def find_edges(self, edges: Any) -> int | None:
-        """Return the edge set whose edges in the chunk are the tensor `edges` itself, or None."""
+    def find_edges(self, edges: Any) -> tuple[int, bool] | None:
+        """Return the edge set whose edges in the chunk are `edges`, and whether they are turned."""
         scope = self._scope
+        if id(edges) in scope.turned:
+            return scope.turned[id(edges)][0], True
         if scope.edge_set is not None:
-            return scope.edge_set if edges is scope.chunk.edge_index else None
+            is_own = edges is scope.chunk.edge_index
+            return (scope.edge_set, scope.is_reverse) if is_own else None
         numbers = range(self._plan.num_edge_sets)
-        chunks = (self._chunk_of(i, scope.is_reverse) for i in numbers)
-        return next((i for i, chunk in enumerate(chunks) if edges is chunk.edge_index), None)
+        found = (i for i in numbers if edges is self._chunk_of(i, scope.is_reverse).edge_index)
+        number = next(found, None)
+        return None if number is None else (number, scope.is_reverse)
 
-    def find_flip(self, layer: str, edges: Tensor) -> int | None:
-        """Return the edge set whose edges in the chunk are `edges` with swapped rows, or None."""
-        scope = self._scope
-        key = (scope.segment, layer, self.next_call(f"edges of {layer}"))
-        # The whole graph decides: the few edges of a chunk may fit several sets.
-        if key not in self._flips or self.is_whole:
-            numbers = range(self._plan.num_edge_sets)
-            self._flips[key] = next((i for i in numbers if self._is_flip_of(edges, i)), None)
-        known = self._flips[key]
-        return known if known is not None and self._is_flip_of(edges, known) else None
+    def turn(self, edges: Tensor) -> Tensor:
+        """Return edges with swapped rows; for the chunk's edges, those that start in its nodes."""
+        place = None if self.is_plain else self.find_edges(edges)
+        if place is None or place[1]:
+            return edges.flip(0)
+        turned = self._chunk_of(place[0], True).edge_index
+        self._scope.turned[id(turned)] = place[0], turned
+        return turned
 
     @contextmanager
     def in_layer(self) -> Iterator[None]:
@@ -188,27 +190,17 @@ class MessageContext(TapedContext):
     def along(self, edges: Tensor) -> AbstractContextManager[Any]:
         """Switch to the edge set of `edges`, if there is one, within the block."""
         found = self.find_edges(edges)
-        if found is None or found == self._scope.edge_set:
+        if found is None or found == (self._scope.edge_set, self._scope.is_reverse):
             return nullcontext()
-        return self.directed(found, is_reverse=False)
-
-    def reversed_leaf(self, tensor: Tensor) -> Tensor | None:
-        """Return the reversed chunk's part of the edge-level leaf of `tensor`, or None."""
-        whole = self.whole_leaf(tensor)
-        if whole is None:
-            return None
-        scope, first = self._scope, self.plan.first_slot
-        part = whole[first + scope.chunk.edge_start : first + scope.chunk.edge_end]
-        scope.leaves[id(part)] = scope.leaves[id(tensor)][0], version_of(part)
-        return part
+        return self.directed(*found)
 
     def whole_leaf(self, tensor: Tensor | None) -> Tensor | None:
         """Return the edge-level leaf of `tensor`, in the order of `whole.edge_index`, or None."""
         name = self.leaf_name(tensor)
-        if name is None or self.leaves is None:
-            return None
         edge_set, is_reverse = self.edges_key
-        return self.leaves.whole_edge_leaf(name, edge_set=edge_set, reverse=is_reverse)
+        if name is None or self.leaves is None or is_reverse:
+            return None
+        return self.leaves.whole_edge_leaf(name, edge_set=edge_set)
 
     def leaf_name(self, tensor: Tensor | None) -> str | None:
         """Return the name of the leaf of `tensor`; None if there is none, or it was modified."""
@@ -334,10 +326,6 @@ class MessageContext(TapedContext):
             return scope.chunk
         plan = self._plan_of(edge_set, is_reverse)
         return plan.whole.chunks[0] if self.is_whole else plan.chunks[scope.chunk.index]
-
-    def _is_flip_of(self, edges: Tensor, edge_set: int) -> bool:
-        other = self._chunk_of(edge_set, self._scope.is_reverse).edge_index
-        return edges.shape == other.shape and torch.equal(edges, other.flip(0))
 
 
 @contextmanager

@@ -115,8 +115,8 @@ class HaloStore(Protocol):
 class EdgeLeaves(Protocol):
     """The edge-level tensors of the batch that need no gradient."""
 
-    def whole_edge_leaf(self, name: str, *, edge_set: int | None, reverse: bool) -> Tensor | None:
-        """Return leaf `name` in the edge order of the plan, or of its reverse.
+    def whole_edge_leaf(self, name: str, *, edge_set: int | None) -> Tensor | None:
+        """Return leaf `name` in the edge order of the plan.
 
         None if the leaf belongs to another edge set, or needs a gradient.
         """

@@ -144,9 +144,9 @@ class ChunkMatrix:
     def along(self) -> Iterator[Entries]:
         """Switch to the matrix's edges within the block; yield the chunk's entries."""
         context, entries = self._context, self._entries
-        number = context.find_edges(entries.edges)
-        assert number is not None
-        with context.directed(number, is_reverse=False) as edges:
+        found = context.find_edges(entries.edges)
+        assert found is not None
+        with context.directed(*found) as edges:
             yield replace(entries, edges=edges)
 
 
@@ -162,3 +162,9 @@ def assemble(
     if context is not None:
         return ChunkMatrix(context, entries)
     return entries.build(nodes.size(0), nodes.size(0))
+
+
+def turn_edges(edges: Tensor) -> Tensor:
+    """Replace `edge_index.flip(0)` in forward; see `MessageContext.turn`."""
+    context = RUNNING.get()
+    return edges.flip(0) if context is None else context.turn(edges)

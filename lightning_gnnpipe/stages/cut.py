@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from lightning_gnnpipe.calls import Call, Inputs, Kind, is_of_pairs
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.stages.layers import FREE, ROW_KINDS, Layers, cut_layers
+from lightning_gnnpipe.stages.mixing import turn_leaves
 from lightning_gnnpipe.stages.repeat import find_repeatable
 from lightning_gnnpipe.stages.shapes import (
     Answer,
@@ -88,6 +89,8 @@ def cut_module(
     graph, reads = trace(module, call, questions, is_grad_enabled=is_grad_enabled)
 
     def learn_and_cut(sample: Sample) -> Layers:
+        edges = [f"leaf_{i}" for i, kind in enumerate(inputs.kinds) if kind is Kind.EDGE_INDEX]
+        turn_leaves(graph, [] if has_graphs else edges)
         values = learn_values(graph, module, sample, of_size)
         if has_graphs:
             return cut_layers(graph, module, values, ROW_KINDS)
@@ -98,7 +101,6 @@ def cut_module(
             values = learn_values(graph, module, sample, of_size)
         if _put_rows_first(graph, values, inputs, sample):
             values = learn_values(graph, module, sample, of_size)
-        edges = [f"leaf_{i}" for i, kind in enumerate(inputs.kinds) if kind is Kind.EDGE_INDEX]
         remedy = remedy_for_weights(module, inputs)
         return cut_layers(graph, module, values, remedy=remedy, edges=edges if is_cut else None)
 

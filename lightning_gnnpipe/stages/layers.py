@@ -18,7 +18,13 @@ from torch import Tensor, fx, nn
 from lightning_gnnpipe.calls import Call, Kind
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.stages.find import calls_passing
-from lightning_gnnpipe.stages.mixing import attends, find_structure, multiplies, refuse_mixing
+from lightning_gnnpipe.stages.mixing import (
+    attends,
+    find_structure,
+    multiplies,
+    refuse_mixing,
+    refuse_turned,
+)
 from lightning_gnnpipe.stages.reads import Reads
 from lightning_gnnpipe.stages.segments import (
     Segment,
@@ -143,6 +149,8 @@ def cut_layers(
         inner = find_sources([*calls, *(n for n in nodes[:end] if n not in free)]) - {*calls}
         between = [n for n in graph.nodes if n not in calls]
         structure = None if edges is None else find_structure(between, values, edges)
+        if edges is not None:
+            refuse_turned(calls, values, root)
         refuse_mixing((n for n in nodes if n in inner), values, root, structure)
     if end is None:
         outputs, end = _check_outputs(output, values, output_kinds, remedy), len(nodes)

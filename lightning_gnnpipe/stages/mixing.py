@@ -15,7 +15,7 @@ from torch_geometric.nn import attention
 
 from lightning_gnnpipe.calls import Kind
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.passing import assemble
+from lightning_gnnpipe.passing import assemble, turn_edges
 from lightning_gnnpipe.stages.find import LAYER
 from lightning_gnnpipe.stages.shapes import is_of_shapes
 from lightning_gnnpipe.stages.tracer import line_of_node
@@ -39,6 +39,12 @@ _SUM = (
     "A chunk holds some of the nodes.\n"
     "Pool behind the last message-passing layer, where pools and decoders may stand, or in "
     "training_step; use a norm of torch_geometric.nn (GraphNorm, PairNorm), or num_chunks=1."
+)
+_TURNED = (
+    "Layer '{}' reads edges against their direction, with features of edges{}.\n"
+    "A chunk has the features of edges that end in its nodes.\n"
+    "Pass edge_index.flip(0) and the features as arguments of forward, an edge set of their own, "
+    "to a layer without flow=."
 )
 # Attention over all nodes.
 _ATTENTION = (
@@ -82,6 +88,27 @@ def refuse_mixing(
             words = _SUM if words is None and mixes else words
         if words is not None:
             raise UnsupportedError(words.format(_name_of(node), at(line_of_node(node))))
+
+
+def turn_leaves(graph: fx.Graph, edges: Collection[str]) -> None:
+    """Replace `edge_index.flip(0)` of the leaves `edges` by a function that turns chunks' edges."""
+    for node in graph.nodes:
+        leaf, *dims = (*node.args, *node.kwargs.values()) or (None,)
+        is_turn = _name_of(node) == "flip" and dims in ([0], [[0]], [(0,)])
+        if is_turn and isinstance(leaf, fx.Node) and leaf.name in edges:
+            node.op, node.target, node.args, node.kwargs = "call_function", turn_edges, (leaf,), {}
+
+
+def refuse_turned(calls: Iterable[fx.Node], values: Mapping[str, Value], root: nn.Module) -> None:
+    """Raise `UnsupportedError` for a layer that reads turned edges and features of edges."""
+    for node in calls:
+        sources = node.all_input_nodes
+        layers = root.get_submodule(str(node.target)).modules()
+        is_upstream = any(getattr(m, "flow", "") == "target_to_source" for m in layers)
+        if is_upstream or any(one.target is turn_edges for one in sources):
+            of_edges = (values[one.name].kind is Kind.EDGE for one in sources if one.name in values)
+            if any(of_edges):
+                raise UnsupportedError(_TURNED.format(_name_of(node), at(line_of_node(node))))
 
 
 def multiplies(node: fx.Node, values: Mapping[str, Value]) -> bool:
