@@ -1,4 +1,4 @@
-"""Programs that are drawn give the same under the strategy as plainly, or are refused in words."""
+"""Programs that are drawn give the same under the strategy works, or are refused in words."""
 
 from __future__ import annotations
 

@@ -37,6 +37,7 @@ INSTEAD = {
     "is another": "differs, changed",
     "what waits": "the noun: buffer, queue",
     "in vain": "what happened",
+    "as plainly": "works",
 }
 FILES = [*PAGES.values(), *sorted((ROOT / "lightning_gnnpipe").rglob("*.py"))]
 

@@ -1,4 +1,4 @@
-"""What a user does with inputs, outputs and hooks of the pipelined module: all is as plainly."""
+"""What a user does with inputs, outputs and hooks of the pipelined module: all is works."""
 
 from __future__ import annotations
 

@@ -312,12 +312,12 @@ def test_label_masks_drawn_in_each_step_leak_nothing() -> None:
 
 HABITS = {
     "a few graphs or snapshots in turn": (
-        "as plainly; each has histories of its own",
+        "works; each has histories of its own",
         test_inputs_that_come_again_are_pipelined,
         *("three inputs, each with rows of its own", "two graphs"),
     ),
     "noise, dropout or masks of known labels outside of `forward`": (
-        "as plainly; each step runs exactly, which a warning says",
+        "works; each step runs exactly, which a warning says",
         test_an_input_that_is_new_in_each_step_runs_exactly,
         *("noise", "dropout", "known labels"),
     ),

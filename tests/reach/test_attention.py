@@ -1,4 +1,4 @@
-"""Sums and attention over all nodes: behind the last layer as plainly, between layers refused."""
+"""Sums and attention over all nodes: behind the last layer works, between layers refused."""
 
 from __future__ import annotations
 
@@ -144,11 +144,11 @@ def test_attention_beside_the_layers_runs_on_all_rows() -> None:
 
 HABITS = {
     "a phase that begins in mid-training: Polynormer's local, then global layers": (
-        "as plainly from that step on; the global layers run on all rows on each device",
+        "works from that step on; the global layers run on all nodes on each device",
         test_a_global_phase_may_begin_in_mid_training,
     ),
     "attention over all nodes beside or behind the layers: `SGFormer`, `Polynormer`": (
-        "as plainly; it runs on all rows on each device",
+        "works; it runs on all nodes on each device",
         test_attention_beside_the_layers_runs_on_all_rows,
     ),
     "sums and attention over all nodes between layers: `h.mean(0)`, `k.t() @ v`, `GPSConv`": (

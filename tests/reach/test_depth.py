@@ -559,30 +559,30 @@ def with_features_of_edges(net: Any, data: Data) -> Any:
 trained = test_depth_trains_as_plainly
 HABITS = {
     "skips where widths or shapes fit, loops over sizes, `view(n, ...)`, `len(x)`": (
-        "as plainly; decided again for graphs of other sizes",
+        "works; decided again for graphs of other sizes",
         trained,
         *("skips by width", "skips by shape", "shapes", "sizes"),
     ),
-    "`print` and f-strings in `forward`": ("as plainly; printed once per trace", trained, "prints"),
+    "`print` and f-strings in `forward`": ("works; printed once per trace", trained, "prints"),
     "`nn.Sequential`, `torch_geometric.nn.Sequential`, `ModuleDict`, nested": (
-        "as plainly; cut inside as well",
+        "works; cut inside as well",
         trained,
         "nested",
     ),
     "`torch.utils.checkpoint` around layers": (
-        "as plainly; it only calls the function, `recompute=True` saves that memory",
+        "works; it only calls the function, `recompute=True` saves that memory",
         trained,
         *("checkpoints", "reentrant checkpoints"),
     ),
     "dense connections, U-shapes, `JumpingKnowledge`, stacks and means over depth": (
-        "as plainly",
+        "works",
         trained,
         *("dense", "U-shaped", "jumping LSTM", "mean over depth", "stacks"),
     ),
-    "one layer called n times": ("as plainly; n layers, one set of weights", trained, "repeats"),
-    "reversible blocks (`GroupAddRev`)": ("as plainly", trained, "reversible"),
+    "one layer called n times": ("works; n layers, one set of weights", trained, "repeats"),
+    "reversible blocks (`GroupAddRev`)": ("works", trained, "reversible"),
     "an LSTM or GRU over depth": (
-        "as plainly; its state travels beside the rows",
+        "works; its state travels beside the embeddings",
         trained,
         *("LSTM over depth", "LSTM with a tuple", "GRU over depth"),
     ),
@@ -591,20 +591,20 @@ HABITS = {
         test_messages_by_hand_are_refused_in_words,
     ),
     "`get_laplacian`, `gcn_norm`, `add_self_loops` in the `forward` of an own layer": (
-        "as plainly",
+        "works",
         trained,
         "Laplacian",
     ),
     "`x[row]` in the `forward` of an own layer": (
-        "refused: read rows of sources in `message(self, x_j)`",
+        "refused: read sources in `message(self, x_j)`",
         test_rows_of_sources_in_the_forward_of_a_layer_are_refused_in_words,
     ),
     "a `Data` that is changed on its way and returned (GraphGym)": (
-        "as plainly; the caller's own `Data` is changed",
+        "works; the caller's own `Data` is changed",
         test_a_graph_that_forward_changes_is_returned,
     ),
     "a layer that keeps results: `self.alpha = alpha.detach()`": (
-        "as plainly; of the chunk that ran last",
+        "works; of the chunk that ran last",
         test_what_layers_leave_on_themselves_is_no_input,
     ),
     "a decision on values: `if x.mean() > 0`, `int(x.max())`": (
@@ -612,11 +612,11 @@ HABITS = {
         test_questions_about_values_are_refused,
     ),
     "edges that `forward` drops or selects (`dropout_edge`)": (
-        "as plainly; the layers on them stay together, on one stage",
+        "works; the layers on them stay together, on one stage",
         test_edges_that_forward_selects_train_as_plainly,
     ),
     "edges dropped in `training_step`": (
-        "as plainly; each step has a new graph, and is exact",
+        "works; each step has a new graph, and is exact",
         test_edges_dropped_in_a_step_train_as_plainly,
     ),
     "edges that `forward` drops under `if self.training`": (

@@ -223,19 +223,19 @@ def test_habits_equal_a_plain_trainer_and_train_in_chunks(kind: type[Infomax]) -
 equals_plain = test_habits_equal_a_plain_trainer_and_train_in_chunks
 HABITS = {
     "two views, positives and negatives, or a second graph, before one backward": (
-        "as plainly; each call has histories of its own",
+        "works; each call has histories of its own",
         test_forwards_of_a_step_have_histories_of_their_own,
         *("fixed", "twice", "graphs"),
     ),
     "features that are shuffled in each step (`DeepGraphInfomax`)": (
-        "as plainly; that call runs exactly",
+        "works; that call runs exactly",
         equals_plain,
         "Infomax",
     ),
     "several backwards a step by `manual_backward` (FLAG)": (
-        "as plainly; moved features run exactly",
+        "works; moved features run exactly",
         equals_plain,
         "Adversarial",
     ),
-    "two optimizers: an encoder and a discriminator": ("as plainly", equals_plain, "Pair"),
+    "two optimizers: an encoder and a discriminator": ("works", equals_plain, "Pair"),
 }

@@ -252,27 +252,27 @@ def test_the_head_is_as_late_and_as_small_as_it_can_be() -> None:
 
 HABITS = {
     "a decoder of `edge_label_index`, or of all pairs, in `forward`": (
-        "as plainly; each device decodes all pairs",
+        "works; each device decodes all pairs",
         test_heads_train_as_plainly,
         *("pairs", "pairs of data", "reconstructs"),
     ),
     "pairs drawn anew in each step": (
-        "as plainly; steps stay pipelined",
+        "works; steps stay pipelined",
         test_pairs_drawn_anew_each_step_leave_rows_and_traces_as_they_are,
     ),
-    "outputs with a row for each edge, or for nodes of a mask": (
-        "as plainly",
+    "outputs for each edge, or for nodes of a mask": (
+        "works",
         test_heads_train_as_plainly,
         *("edges", "edges alone", "selects"),
     ),
     "a readout of the graph behind the last layer": (
-        "as plainly; each device reads all rows",
+        "works; each device reads all embeddings",
         test_heads_train_as_plainly,
         *("mean", "max", "median", "attention", "Set2Set", "beside each node"),
     ),
-    "a readout of each layer": ("as plainly", test_heads_train_as_plainly, "each layer"),
+    "a readout of each layer": ("works", test_heads_train_as_plainly, "each layer"),
     "`return_attention_weights=True`": (
-        "as plainly",
+        "works",
         test_heads_train_as_plainly,
         *("attention weights", "attention weights of GAT", "attention weights with loops"),
     ),

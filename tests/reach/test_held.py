@@ -436,13 +436,13 @@ def test_results_of_the_whole_graph_are_no_arguments(forward: Any) -> None:
 
 
 HABITS = {
-    "a row of weights for each node: `self.emb.weight`, a parameter, LightGCN": (
-        "as plainly; the rows are on the stages that read them",
+    "weights of each node: `self.emb.weight`, a parameter, LightGCN": (
+        "works",
         test_what_a_module_holds_trains_as_plainly,
         *("a table", "rows beside features", "LightGCN", "a table in the head"),
     ),
     "buffers of features or edges: `register_buffer('edge_index', ...)`": (
-        "as plainly; cut as arguments are",
+        "works; cut as arguments are",
         test_what_a_module_holds_trains_as_plainly,
         *("buffers", "edges of each mode"),
     ),
@@ -452,12 +452,12 @@ HABITS = {
         *("an attribute", "edges", "a graph", "a matrix", "a global", "made", "drawn"),
     ),
     "a weight for each edge in the module": (
-        "as plainly",
+        "works",
         test_what_a_module_holds_trains_as_plainly,
         "a weight an edge",
     ),
     "`gcn_norm` in `forward`": (
-        "as plainly; computed once, on the whole graph on each device",
+        "works; computed once, on the whole graph on each device",
         test_what_a_module_holds_trains_as_plainly,
         "gcn_norm",
     ),
@@ -465,12 +465,12 @@ HABITS = {
         "refused: compute them in `training_step`, and pass them as arguments",
         test_results_of_the_whole_graph_are_no_arguments,
     ),
-    "known labels written to some rows: `h[mask] = ...`": (
-        "as plainly",
+    "known labels written to some nodes: `h[mask] = ...`": (
+        "works",
         test_what_a_module_holds_trains_as_plainly,
         *("some rows written", "one row written"),
     ),
-    "rows of an argument written to: `x[:, 0] = 1`": (
+    "an argument written to: `x[:, 0] = 1`": (
         "refused: write to `x.clone()`",
         test_rows_of_an_argument_are_not_written,
     ),

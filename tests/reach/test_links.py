@@ -189,17 +189,17 @@ def test_links_train_in_two_stages(kind: type[Links], net: Callable[[], nn.Modul
 
 HABITS = {
     "`RandomLinkSplit`, new `negative_sampling` in each epoch, a decoder outside": (
-        'with `pipelined_module="net.encode"`; the rows of neighbours stay as they are',
+        'with `pipelined_module="net.encode"`; neighbours stay as they are',
         test_links_train_in_chunks,
         *("Links", "Predictor"),
     ),
     "the same with `edge_label_index` in `forward`, in one call or two": (
-        "as plainly",
+        "works",
         test_links_train_in_chunks,
         *("InForward", "Apart"),
     ),
     "the same in batches of pairs, with an optimizer step each": (
-        "as plainly",
+        "works",
         test_links_train_in_chunks,
         "InBatches",
     ),

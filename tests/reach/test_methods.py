@@ -494,7 +494,7 @@ def test_a_plan_is_of_the_method_that_is_called() -> None:
 trains = test_it_trains_in_chunks_and_validates_exactly
 HABITS = {
     "`encode` of GAE, VGAE, ARGVA": (
-        "as plainly; the encoder's `forward` is pipelined",
+        "works; the encoder's `forward` is pipelined",
         trains,
         *("GAE", "VGAE", "ARGVA, two optimizers"),
     ),
@@ -504,12 +504,12 @@ HABITS = {
         *("encode and decode", "encode, evaluated by forward", "GAE of one layer"),
     ),
     "a second method with message passing": (
-        "as plainly; runs on the whole graph on each device",
+        "works; runs on the whole graph on each device",
         trains,
         "two methods",
     ),
     "another method in evaluation (`inference`)": (
-        "as plainly",
+        "works",
         trains,
         "another method in evaluation",
     ),
@@ -528,11 +528,11 @@ HABITS = {
         trains,
         "one of two networks",
     ),
-    "the network's rows without gradients in some steps": (
-        "as plainly",
+    "the network's embeddings without gradients in some steps": (
+        "works",
         trains,
         "the head alone in turn",
     ),
-    "a second name for the layers (`self.backbone`)": ("as plainly", trains, "a backbone"),
-    "`copy.deepcopy(net)` in `training_step`": ("as plainly on one stage", trains, "a copy"),
+    "a second name for the layers (`self.backbone`)": ("works", trains, "a backbone"),
+    "`copy.deepcopy(net)` in `training_step`": ("works on one stage", trains, "a copy"),
 }
