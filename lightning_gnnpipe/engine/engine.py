@@ -39,7 +39,6 @@ from lightning_gnnpipe.steps import (
     Mode,
     PassSeeds,
     PipelinedModel,
-    SignalBits,
     TrainingPass,
     graph_of_node,
     num_nodes,
@@ -70,7 +69,6 @@ class PipelineEngine:
         )
         self.step = StepContext()
         self._loss = 0.0  # of the last training step
-        self.signals = SignalBits()
         self._seeds = PassSeeds(options.seed, transport)
         self._passes = GraphPasses(
             self.model, self.graphs, transport, options, controls, self._seeds
@@ -148,7 +146,6 @@ class PipelineEngine:
             number = key.graph
         agreed = agree(
             self.transport,
-            self.signals,
             self._batch_number,
             self._loss,
             number,
@@ -180,7 +177,7 @@ class PipelineEngine:
                 if not max(self.transport.meet("evaluate the module", [has_drawn]))[0]:
                     return mode.finish(outputs, call)
                 self.model.note_random(mode)
-            return self.methods.own(method)(*args, **kwargs)
+            return self.method.own()(*args, **kwargs)
         finally:
             if key is not None:
                 self.identity.end_pass()

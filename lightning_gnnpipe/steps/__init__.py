@@ -6,7 +6,6 @@ from lightning_gnnpipe.steps.partitioner import ChunkOptions, EngineOptions, Mea
 from lightning_gnnpipe.steps.step_context import (
     Controls,
     PassSeeds,
-    SignalBits,
     graph_of_node,
     num_nodes,
 )

@@ -52,14 +52,6 @@ class Controls:
             setattr(self, field.name, field.default)
 
 
-@dataclass(slots=True)
-class SignalBits:
-    """Bits of signals: received by this rank, and by any rank before the last forward."""
-
-    received: int = 0
-    agreed: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class StepContext:
     """Facts of one step, set by the strategy.
@@ -112,7 +104,6 @@ class Agreed(NamedTuple):
 
 def agree(
     transport: Transport,
-    signals: SignalBits,
     batch: Callable[[], int],
     loss: float,
     graph: int,
@@ -126,7 +117,7 @@ def agree(
     """Exchange facts of a step; refuse different steps or batches in a replica; collective."""
     loss_bits = struct.unpack("<q", struct.pack("<d", loss))[0]
     number = batch() if transport.world.is_distributed else 0
-    own = (number, loss_bits, graph, signals.received, is_lost, input_number, num_bytes)
+    own = (number, loss_bits, graph, is_lost, input_number, num_bytes)
     what = f"{'train' if is_training else 'evaluate'} the pipelined module"
     over = transport if is_uneven else transport.everyone
     with transport.meter.paused():
@@ -134,9 +125,7 @@ def agree(
     size = transport.world.replica_size
     for start in range(0, len(ranks), size):
         _compare(ranks[start : start + size])
-    _, _, _, received, lost, inputs, sizes = zip(*ranks, strict=True)
-    for bits in received:
-        signals.agreed |= bits
+    _, _, _, lost, inputs, sizes = zip(*ranks, strict=True)
     # Tensors computed on each rank may differ in their last bits.
     shared = inputs[0] if len(set(inputs)) == 1 else fold(inputs)
     return Agreed(any(lost), shared, max(sizes))

@@ -25,7 +25,7 @@ from lightning_gnnpipe.stages import Stage, as_written, find_pipelined, refuse_u
 from lightning_gnnpipe.steps import Controls
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer.processes import Processes
-from lightning_gnnpipe.trainer.random_state import random_state, set_random_state
+from lightning_gnnpipe.trainer.random_state import random_number, random_state, set_random_state
 from lightning_gnnpipe.trainer.refuse import check_sync, refuse_evaluations
 from lightning_gnnpipe.trainer.replicas import Replicas
 
@@ -98,6 +98,7 @@ class EngineHost:
             pipelined, transport, engine_options, self.controls, self._found.method
         )
         self._engine = engine
+        self._processes.signals.begin_run()
         engine.attach()
         if resumed is not None:
             engine.resume(run)
@@ -134,17 +135,37 @@ class EngineHost:
 
     def begin_loop(self) -> None:
         """Take over the signals, for which Lightning has set its handlers."""
-        self._processes.signals.attach(self._strategy.user_module.trainer, self.engine.signals)
+        self._processes.signals.attach(self._strategy.user_module.trainer)
 
     def begin_batch(self) -> None:
         """Begin a batch of training."""
         self._num_evaluations = 0
         self.engine.abandon()
 
+    def _begin_step(self) -> None:
+        """Agree on signals, and go on with the first rank's random numbers.
+
+        A hook on one rank alone, which calls a module with dropout, has drawn some there.
+        """
+        transport, signals = self.engine.transport, self._processes.signals
+        if not transport.world.is_distributed:
+            signals.agree([signals.received])
+            return
+        over = transport if self.engine.step.is_uneven else transport.everyone
+        device, size = self._strategy.root_device, transport.world.replica_size
+        with transport.meter.paused():
+            ranks = over.meet("begin a step", [signals.received, random_number(device)])
+            signals.agree(received for received, _ in ranks)
+            first = transport.world.rank // size * size if len(ranks) > size else 0
+            if len({number for _, number in ranks[first : first + size]}) > 1:
+                state = random_state(device)
+                set_random_state(transport.broadcast_object(state), device)
+
     def training_step(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Run the user's training step; its pipelined forward trains."""
         engine, module = self.engine, self._strategy.user_module
         trainer = module.trainer
+        self._begin_step()
         engine.identity.begin_step(module, partial(random_state, self._strategy.root_device))
         engine.set_step(step_index=trainer.fit_loop.epoch_loop.total_batch_idx)
         self._num_evaluations += 1
@@ -176,6 +197,7 @@ class EngineHost:
 
     def evaluation_step(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Run the user's step of validation, test or prediction."""
+        self._begin_step()
         with self.engine.called_by("evaluation"):
             output = step(*args)
         self._processes.signals.obey()

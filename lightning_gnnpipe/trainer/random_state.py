@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -22,6 +23,15 @@ def random_state(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
+
+
+def random_number(device: torch.device) -> int:
+    """Return a fingerprint of the states of all random streams."""
+    keys = cast(Any, np.random.get_state())[1]
+    found = zlib.crc32(keys.tobytes(), zlib.crc32(torch.get_rng_state().numpy().tobytes()))
+    if device.type == "cuda":
+        found = zlib.crc32(torch.cuda.get_rng_state(device).numpy().tobytes(), found)
+    return found ^ (hash(random.getstate()[1]) & 0xFFFFFFFF)
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:

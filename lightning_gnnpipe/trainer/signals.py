@@ -1,8 +1,8 @@
 """Signals to stop or requeue a run: recorded on arrival, handled on all ranks together.
 
 Lightning's own handlers communicate at once, while messages of the pipeline are in flight, so ranks
-could wait for each other forever. Here a handler sets a flag. All ranks see it at the next
-pipelined forward, and run Lightning's handlers together: they finish the batch, save, and end.
+could wait for each other forever. Here a handler sets a flag. All ranks see it at the start of the
+next step, and run Lightning's handlers together: they finish the batch, save, and end.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_gnnpipe.steps import SignalBits
 from lightning_gnnpipe.trainer import _compat
 
 log = logging.getLogger(__name__)
@@ -34,14 +34,24 @@ class StopSignals:
     """The signals of a run."""
 
     def __init__(self) -> None:
-        self._bits = SignalBits()
+        self.received = 0  # bits of signals, by this rank
+        self._agreed = 0  # by any rank, before the last step
         self._trainer: pl.Trainer | None = None
         self._notes = {bit: partial(self._note, bit) for bit in (STOP, REQUEUE)}
         self._lightnings: dict[int, partial[None]] = {}
 
-    def attach(self, trainer: pl.Trainer, bits: SignalBits) -> None:
-        """Record signals in `bits`, once Lightning has set its handlers, until it removes them."""
-        self._bits, self._trainer = bits, trainer
+    def begin_run(self) -> None:
+        """Forget the signals of the last run."""
+        self.received = self._agreed = 0
+
+    def agree(self, received: Iterable[int]) -> None:
+        """Take up the signals that ranks have received."""
+        for bits in received:
+            self._agreed |= bits
+
+    def attach(self, trainer: pl.Trainer) -> None:
+        """Record signals once Lightning has set its handlers, until it removes them."""
+        self._trainer = trainer
         environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
         numbers: dict[int, Any] = {STOP: signal.SIGTERM}
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
@@ -57,7 +67,7 @@ class StopSignals:
     @property
     def stops_together(self) -> bool:
         """Whether all ranks are about to stop at the same place."""
-        return bool(self._bits.agreed & STOP)
+        return bool(self._agreed & STOP)
 
     def obey(self) -> None:
         """Let Lightning stop after the batch if any rank has received SIGTERM."""
@@ -66,9 +76,9 @@ class StopSignals:
 
     def requeue(self) -> None:
         """Save and requeue the SLURM job if it was requested; on all ranks."""
-        if self._bits.agreed & REQUEUE:
-            self._bits.agreed &= ~REQUEUE
-            self._bits.received &= ~REQUEUE
+        if self._agreed & REQUEUE:
+            self._agreed &= ~REQUEUE
+            self.received &= ~REQUEUE
             self._lightnings[REQUEUE](None)
 
     def save(self) -> None:
@@ -86,7 +96,7 @@ class StopSignals:
         log.info('Saved %s. trainer.fit(ckpt_path="last") goes on from there.', path)
 
     def _note(self, bit: int, signum: int, frame: Any) -> None:
-        self._bits.received |= bit
+        self.received |= bit
 
 
 def _has_last(saver: ModelCheckpoint, trainer: pl.Trainer) -> bool:

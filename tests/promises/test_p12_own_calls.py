@@ -216,6 +216,22 @@ def test_p12_in_hooks(place: str, habit: str, layout: tuple[int, ...]) -> None:
     run(place, habit, layout)
 
 
+class DrawsAlone(Module):
+    """Draws on the first rank alone between steps, and on all of them within."""
+
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        data = copy.copy(data)
+        data.edge_index = data.edge_index[:, torch.rand(data.num_edges) < 0.8]
+        loss = super().training_step(data, batch_idx)
+        return loss * (1 + torch.rand(()))
+
+
+def test_p12_all_ranks_go_on_with_the_random_numbers_of_the_first() -> None:
+    module = DrawsAlone("on_train_batch_end", monte_carlo)
+    trainer = quiet_trainer(2, {"num_chunks": 1}, max_epochs=3)
+    trainer.fit(module, FullGraphDataModule(realistic_graph()))
+
+
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize("place", ["before the call", "behind the call"])
 @pytest.mark.parametrize("habit", ["plain", "Monte Carlo dropout", "dropout in evaluation"])
