@@ -264,7 +264,8 @@ MEMORY = "out of memory on purpose"
         ("no space", 1, "fork", 600, "Rank 1 failed: .*No space left on device"),
         ("no space on the way", 0, "fork", 600, f"Rank 0 failed: OutOfMemoryError: {MEMORY}"),
         ("raise while others meet", 1, "popen", 600, f"Rank 1 failed: KeyError: .{MISTAKE}"),
-        ("gather", 1, "fork", 600, ""),  # which needs no other rank
+        ("forward", 0, "fork", 600, ""),  # which need no other rank
+        ("gather", 1, "fork", 600, ""),
     ],
 )
 def test_p7_what_one_rank_does_ends_all_with_that_cause(
