@@ -296,6 +296,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         of(OwnRows),
         {"num_chunks": 1},
     ),
+    "a layer without features": (
+        of(WithoutFeatures, "edge_index", "edge_type"),
+        r"An RGCNConv has no features \(None\) at .*torch.arange",
+    ),
     "a decision": (of(Decides), "a decision on the values of a tensor"),
 }
 
@@ -317,7 +321,6 @@ def test_what_is_refused_names_the_line_and_a_remedy_that_works(name: str) -> No
     "make",
     [
         of(OwnRows),
-        of(WithoutFeatures, "edge_index", "edge_type"),
         of(lambda: gnn.LINKX(N, D, 8, D, 2), "x", "edge_index"),
     ],
 )
