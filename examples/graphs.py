@@ -21,8 +21,6 @@ from torch_geometric.data import Data, Dataset
 from torch_geometric.transforms import NormalizeFeatures
 from torch_geometric.utils import to_undirected
 
-from lightning_gnnpipe.datamodule import load_ogb_node_dataset
-
 NUM_NEIGHBOURS = 10
 
 # Data sets of each PyG class, and how it is built; bags of words are scaled to sum to one.
@@ -56,15 +54,23 @@ def load_graph(name: str, root: str | None = None) -> Data | Dataset:
 def load_public_graph(name: str, root: str | None) -> Data | Dataset:
     if name.lower().startswith("ogbn-"):
         folder = name.lower().replace("-", "_")
-        return load_ogb_node_dataset(
-            name.lower(), str(link_raw_files("PygNodePropPredDataset", folder, root))
-        )
+        return load_ogb_graph(name.lower(), link_raw_files("PygNodePropPredDataset", folder, root))
     for family, (build, members) in FAMILIES.items():
         for member in members:
             if name.lower() == member.lower():
                 return build(root=str(link_raw_files(family, member, root)), name=member)
     known = ", ".join(member for _, members in FAMILIES.values() for member in members)
     raise ValueError(f"Expected a data set among digits, {known}, ogbn-* (got {name!r}).")
+
+
+def load_ogb_graph(name: str, folder: Path) -> Dataset:
+    """Return an OGB node data set; torch.load, which OGB calls, refuses PyG's classes by itself."""
+    from ogb.nodeproppred import PygNodePropPredDataset
+    from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
+    from torch_geometric.data.storage import GlobalStorage
+
+    torch.serialization.add_safe_globals([Data, DataEdgeAttr, DataTensorAttr, GlobalStorage])
+    return PygNodePropPredDataset(name, str(folder))
 
 
 def load_digits_graph() -> Data:

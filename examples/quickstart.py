@@ -40,7 +40,8 @@ from lightning_gnnpipe import (
     TimelineCallback,
 )
 from lightning_gnnpipe.chunks import PipelineStats
-from lightning_gnnpipe.graph import partition_nodes, replicas_per_node
+from lightning_gnnpipe.graph import partition_nodes
+from lightning_gnnpipe.graph.partition import remote_reads
 from lightning_gnnpipe.models import GCNII, NodeClassifier
 from lightning_gnnpipe.planning.traffic import graph_parallel_bytes, pipeline_bytes
 
@@ -264,7 +265,7 @@ def count_graph_parallel_bytes(datamodule: FullGraphDataModule, options: argpars
     module: nn.Module = build_module(datamodule, options)
     return graph_parallel_bytes(
         num_layers=options.layers,
-        replicas_per_node=replicas_per_node(edge_index, num_nodes, parts),
+        replicas_per_node=remote_reads(edge_index, parts)[0].numel() / num_nodes,
         num_nodes=num_nodes,
         row_bytes=options.hidden * FLOAT_BYTES,
         weight_bytes=FLOAT_BYTES * sum(weight.numel() for weight in module.parameters()),

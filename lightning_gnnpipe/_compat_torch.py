@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
@@ -16,8 +15,6 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.prune import BasePruningMethod
 
 _LAST_TAG = 2**31 - 1  # no message uses it
-_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
-_DISTRIBUTED = os.path.dirname(dist.__file__)
 
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._BatchNorm
 INSTANCE_NORM: type[nn.Module] = nn.modules.instancenorm._InstanceNorm

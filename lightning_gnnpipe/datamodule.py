@@ -106,34 +106,6 @@ class SingleGraphLoader:
         return 1
 
 
-def load_ogb_node_dataset(name: str, root: str) -> Dataset:
-    """Return the OGB node data set ``name``, for ``FullGraphDataModule``.
-
-    OGB calls ``torch.load``, which since torch 2.6 refuses unregistered classes: this registers
-    PyG's.
-
-    Args:
-        name: For example ``"ogbn-arxiv"``.
-        root: Folder of OGB's data sets; a missing data set is downloaded into it.
-
-    Raises:
-        ConfigError: ``ogb`` is not installed.
-    """
-    try:
-        from ogb.nodeproppred import PygNodePropPredDataset
-    except ImportError as error:
-        raise ConfigError(
-            expected="the package 'ogb' to be installed",
-            found=str(error),
-            remedy="Run `pip install lightning-gnnpipe[examples]`, or `pip install ogb`.",
-        ) from error
-    from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
-    from torch_geometric.data.storage import GlobalStorage
-
-    torch.serialization.add_safe_globals([Data, DataEdgeAttr, DataTensorAttr, GlobalStorage])
-    return PygNodePropPredDataset(name, root)
-
-
 def _refuse(
     expected: str, found: str, remedy: str, kind: type[GNNPipeError] = GraphError
 ) -> NoReturn:

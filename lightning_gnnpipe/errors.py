@@ -14,14 +14,6 @@ _DEFAULT = "Leave 'staleness' out: its default, 'drift', takes its place."
 _INT8 = "Write 'int8' for smaller errors, or 'int1' for fewer bits."
 _START = "Leave 'start_method' out: its default, 'popen', runs the script again on each device."
 _DEFAULT_METHODS = ("lookahead", "delayed", "predicted", "blocks", "scaled")
-_DEFAULT_CLASSES = (
-    "AdaptiveGradients",
-    "BlockGradients",
-    "DelayedGradients",
-    "ExtrapolatedRows",
-    "SmoothedRows",
-)
-
 REMOVED_VALUES = dict.fromkeys(_DEFAULT_METHODS, _DEFAULT) | {
     "spawn": _START,
     "forkserver": _START,
@@ -31,15 +23,10 @@ REMOVED_VALUES = dict.fromkeys(_DEFAULT_METHODS, _DEFAULT) | {
     "drive": "Write 'int1', which has as few bits.",
 }
 
-REMOVED_CLASSES = dict.fromkeys(_DEFAULT_CLASSES, _DEFAULT) | {
+REMOVED_CLASSES = {
     "AdaptiveHalo": "Use BoundedStaleness, or a 'halo_codec' of more bits.",
     "AdaptiveStaleness": "Use StalenessWarmup for exact epochs, and StalenessMonitor to see drift.",
     "ChunkProgress": "Use Trainer(profiler='pytorch'), which shows the chunks of a step.",
-    "DroppedGradients": "Use staleness='constant', or 'gnnpipe' for a scale of 2.",
-    "LastRows": "Use staleness='constant'.",
-    "RenewedRows": "Use the callback EmbeddingRefresh(every_n_epochs=n, how='exact').",
-    "SnapshotRows": "Use staleness='gnnpipe', or the callback EmbeddingRefresh(every_n_epochs=n, "
-    "how='snapshot').",
     "check": "Use print(GNNPipeStrategy().plan(module, data)).",
     "StalenessMethod": "Use a name of 'staleness': 'drift', the default, 'constant' or 'gnnpipe'.",
 }

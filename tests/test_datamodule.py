@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -12,7 +9,7 @@ import pytest
 import torch
 from torch_geometric.data import Data, HeteroData, InMemoryDataset
 
-from lightning_gnnpipe.datamodule import FullGraphDataModule, load_ogb_node_dataset
+from lightning_gnnpipe.datamodule import FullGraphDataModule
 from lightning_gnnpipe.errors import ConfigError, GraphError
 
 NUM_NODES = 10
@@ -117,37 +114,6 @@ def test_takes_data_sets_of_one_graph_and_their_splits():
     data = FullGraphDataModule(dataset).data
     assert nodes_of(data) == [[0, 3, 5], [1], [2, 9]]
     assert data.y.shape == (NUM_NODES,)
-
-
-def test_ogb_node_data_set_is_read_and_read_again(tmp_path):
-    """A folder in OGB's layout; the second reading unpickles what the first one wrote."""
-    pytest.importorskip("ogb", reason="the extra 'examples' is not installed")
-    write_ogb_folder(tmp_path / "ogbn_products", build_graph())
-    for _reading in range(2):
-        data = FullGraphDataModule(load_ogb_node_dataset("ogbn-products", str(tmp_path))).data
-        assert data.num_nodes == NUM_NODES
-        assert data.y.tolist() == (torch.arange(NUM_NODES) % 3).tolist()
-        assert nodes_of(data) == [[7], [8], [9]]
-
-
-def write_ogb_folder(folder: Path, graph: Data) -> None:
-    """Write the raw files of ``graph``, the split (7, 8, 9) and OGB's sign that it is current."""
-    raw, split = folder / "raw", folder / "split" / "sales_ranking"
-    tables = {
-        raw / "edge": graph.edge_index.t().tolist(),
-        raw / "node-feat": graph.x.tolist(),
-        raw / "node-label": graph.y[:, None].tolist(),
-        raw / "num-node-list": [[graph.num_nodes]],
-        raw / "num-edge-list": [[graph.num_edges]],
-        split / "train": [[7]],
-        split / "valid": [[8]],
-        split / "test": [[9]],
-    }
-    for path, rows in tables.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with gzip.open(f"{path}.csv.gz", "wt") as file:
-            csv.writer(file).writerows(rows)
-    (folder / "RELEASE_v1.txt").touch()
 
 
 def test_a_graph_without_edges_or_labels_is_fine():

@@ -168,7 +168,7 @@ def forecast(
     )
     return {
         "step_s": [plan.step_s],
-        "one_device_s": plan.one_device_s,
+        "one_device_s": plan.layouts[0].step_s,
         "bubble_frac": plan.bubble_frac,
         "forward_s": [cost.forward_s for cost in plan.layer_costs[1:-1]],
         "backward_s": [cost.backward_s for cost in plan.layer_costs[1:-1]],

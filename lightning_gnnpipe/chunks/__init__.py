@@ -3,7 +3,6 @@
 from lightning_gnnpipe.chunks.chunk_run import (
     LayerNames,
     PassSpec,
-    Piece,
     SeedOf,
     make_seeds,
     own_random_stream,
@@ -16,7 +15,6 @@ from lightning_gnnpipe.chunks.costs import (
     measure_batch,
     measure_layers,
     synchronize,
-    work_of,
 )
 from lightning_gnnpipe.chunks.inputs import BatchInputs, PassInputs, PlannedInputs
 from lightning_gnnpipe.chunks.step import Step

@@ -110,6 +110,11 @@ class PlannedInputs(PassInputs):
         self._kinds: tuple[Kind, ...] = ()
         self._sets: tuple[int, ...] = ()
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the permuted copies."""
+        return sum(copy.nbytes for _, copy in self._cache.values())
+
     def load(self, call: Call, inputs: Inputs, numbers: Sequence[int | None] = ()) -> None:
         """Use the tensors of `call`; copies are reused while their number stays, if not None."""
         self._numbers = numbers or (None,) * len(call.leaves)

@@ -8,7 +8,6 @@ from lightning_gnnpipe.comm.collectives import (
 )
 from lightning_gnnpipe.comm.groups import (
     GPU_BACKEND,
-    Members,
     Mesh,
     World,
     abandon_groups,

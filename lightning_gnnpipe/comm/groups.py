@@ -123,10 +123,6 @@ class Mesh:
         return self.rank % self.num_shards
 
     @property
-    def is_first(self) -> bool:
-        return self.stage == 0
-
-    @property
     def is_last(self) -> bool:
         return self.stage == self.num_stages - 1
 

@@ -321,10 +321,10 @@ class PipelineEngine:
                 like.expand(shape) if grad is None else grad
                 for (like, shape), grad in zip(zeros, found, strict=True)
             ]
-            self._state.begin_backward(number, grads)
+            is_scaled = self.step.loss_scale != 1  # loss scaling: overflows are normal
+            self._state.begin_backward(number, [] if is_scaled else grads)
             with without_gradients(self.model.module, absent):
                 leaf_grads = running.backward(grads, slots)
-            is_scaled = self.step.loss_scale != 1  # loss scaling: overflows are normal
             self._state.end_backward([] if is_scaled else running.gradients())
             record, earlier = running.record(), self.last_step.record
             if self._has_record and earlier is not None:

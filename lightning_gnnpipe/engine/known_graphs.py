@@ -54,8 +54,9 @@ class GraphCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the largest histories on this rank."""
-        return max((one.store.num_bytes for one in self.inputs.kept.values()), default=0)
+        """Bytes that the largest input kept on this rank takes, with its histories."""
+        kept = self.inputs.kept.values()
+        return max((one.store.num_bytes + one.inputs.num_bytes for one in kept), default=0)
 
     def for_training(self, key: InputKey, inputs: Inputs, num_bytes: int) -> Histories:
         """Return the histories for the input of a training step; empty if it is new."""

@@ -4,7 +4,6 @@ from lightning_gnnpipe.graph.chunk import Chunk
 from lightning_gnnpipe.graph.fingerprint import (
     ContentNumbers,
     fold,
-    tensor_fingerprint,
     tensors_in,
     text_fingerprint,
 )
@@ -17,7 +16,6 @@ from lightning_gnnpipe.graph.partition import (
     edges_within,
     measure_split,
     partition_nodes,
-    replicas_per_node,
     split_chunks,
 )
 from lightning_gnnpipe.graph.plan import (

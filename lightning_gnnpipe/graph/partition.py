@@ -220,14 +220,6 @@ def edge_cut_frac(edge_index: Tensor, assignment: Tensor) -> float:
     return float((source != target).double().mean())
 
 
-def replicas_per_node(edge_index: Tensor, num_nodes: int, assignment: Tensor) -> float:
-    """Return alpha: remote source nodes, counted once per part, divided by the number of nodes.
-
-    Graph parallelism sends alpha rows per node in each layer and direction.
-    """
-    return remote_reads(edge_index, assignment)[0].numel() / num_nodes
-
-
 def remote_reads(edge_index: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
     """Return the parts that read nodes of other parts, and these nodes: each pair once, sorted."""
     source, target = edge_index.long()

@@ -139,11 +139,6 @@ class PipelinePlan:
         return len(self.stages), self.num_shards, self.num_chunks
 
     @property
-    def one_device_s(self) -> float:
-        """Predicted seconds of a step of one device with one chunk."""
-        return self.layouts[0].step_s
-
-    @property
     def best(self) -> LayoutForecast:
         """The fastest of `layouts` that fits; if none fits, the one with the least memory."""
         return choose_layout(self.layouts)

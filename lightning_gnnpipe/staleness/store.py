@@ -109,8 +109,11 @@ class HistoryStore:
 
     @property
     def num_bytes(self) -> int:
-        tables = [table for one in self._entries.values() for table in (one.rows, one.kept)]
-        return sum(table.nbytes for table in tables if table is not None)
+        """Bytes of rows, snapshots, overwritten rows and gradients."""
+        entries = self._entries.values()
+        tables = [table for one in entries for table in (one.rows, one.kept, one.old)]
+        rows = sum(table.nbytes for table in tables if table is not None)
+        return rows + sum(one.grads.num_bytes for one in entries)
 
     def __iter__(self) -> Iterator[Hashable]:
         return iter(self._entries)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, Inputs
 from lightning_gnnpipe.chunks import StepCosts
@@ -174,11 +174,14 @@ class PipelinedModel:
         The stage that runs a norm updates them.
         """
         users, mesh = self._users_in_stages, self._transport.mesh
+        by_stage: dict[int, list[Tensor]] = {}
         for name, norm in (self.intercepted.norms | self.intercepted.batch_norms).items():
             stages = users.get(f"{name}.running_mean")
             if stages and (tracks_statistics(norm) or replaced):
-                with self._transport.meter.paused():
-                    self._transport.pipe.broadcast_all(norm.buffers(), mesh.rank_of(min(stages)))
+                by_stage.setdefault(min(stages), []).extend(norm.buffers())
+        with self._transport.meter.paused():
+            for stage, buffers in sorted(by_stage.items(), key=lambda one: one[0]):
+                self._transport.pipe.broadcast_all(buffers, mesh.rank_of(stage))
 
     @property
     def _users_in_stages(self) -> dict[str, set[int]]:

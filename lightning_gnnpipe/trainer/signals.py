@@ -20,6 +20,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.trainer import _compat
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,12 @@ class StopSignals:
         if self._agreed & REQUEUE:
             self._agreed &= ~REQUEUE
             self.received &= ~REQUEUE
+            if REQUEUE not in self._lightnings:
+                raise ConfigError(
+                    expected="SLURM's requeue signal to be handled on every rank",
+                    found="a rank without Lightning's handler",
+                    remedy="Call trainer.fit in the main thread of every process.",
+                )
             self._lightnings[REQUEUE](None)
 
     def save(self) -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from lightning_gnnpipe.codecs import MessageOptions, get_codec, get_codecs
+from lightning_gnnpipe.codecs import MessageOptions, get_codecs
+from lightning_gnnpipe.codecs.codec import get_codec
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.types import CodecOption
 from tests.helpers.codecs import FLOATS, NAMES, random, steps_of, through

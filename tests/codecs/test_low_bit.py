@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.codecs import get_codec, low_bit
+from lightning_gnnpipe.codecs import low_bit
+from lightning_gnnpipe.codecs.codec import get_codec
 from tests.helpers.codecs import FLOATS, LOW_BITS, random, steps_of, through
 
 BLOCK = low_bit.BLOCK_CPU  # values that a codec takes at a time

@@ -51,14 +51,14 @@ def test_ranks_are_assigned_to_replicas_then_stages_then_shards() -> None:
     for rank, (replica, stage, shard) in enumerate(places):
         mesh = Mesh(rank, num_stages=2, num_shards=2, num_replicas=3)
         assert (mesh.replica, mesh.stage, mesh.shard) == (replica, stage, shard)
-        assert (mesh.is_first, mesh.is_last) == (stage == 0, stage == 1)
+        assert mesh.is_last == (stage == 1)
         assert mesh.rank_of(1 - stage) == places.index((replica, 1 - stage, shard))
         assert mesh.rank_of(stage, 1 - shard) == places.index((replica, stage, 1 - shard))
 
 
 def exchange(transport: Transport) -> None:
     """Chunks of unequal, and empty, sizes; received in another order than they were posted."""
-    if transport.mesh.is_first:
+    if transport.mesh.stage == 0:
         for chunk, size in enumerate(SIZES):
             tensors = [torch.full(size, chunk), torch.ones(2).double()]
             transport.send(1, Label("forward", chunk), tensors)
@@ -78,14 +78,14 @@ def exchange(transport: Transport) -> None:
 def leave_behind(transport: Transport) -> None:
     """A run ends with a message on its way; the next one, of the same form, is the one received."""
     label = Label("forward", 0)
-    if transport.mesh.is_first:
+    if transport.mesh.stage == 0:
         transport.send(1, label, [torch.zeros(3)])
     before = threading.active_count()
     transport.begin_run()
     assert threading.active_count() == before + 1
     transport.watch.stop()
     assert threading.active_count() == before
-    if transport.mesh.is_first:
+    if transport.mesh.stage == 0:
         transport.send(1, label, [torch.ones(3)])
         transport.flush()
         return
@@ -114,10 +114,10 @@ def fail_on_first(transport: Transport) -> None:
 
     with pytest.raises(GraphError, match="found on rank 0"):
         transport.run_on_first(lambda: fail(GraphError("found on rank 0")))
-    with pytest.raises(MemoryError if transport.mesh.is_first else PeerError, match="no memory"):
+    with pytest.raises(MemoryError if transport.mesh.stage == 0 else PeerError, match="no memory"):
         transport.run_on_first(lambda: fail(MemoryError("no memory on rank 0")))
     with pytest.raises(UnsupportedError, match="rank 0 wants to go; rank 1 wants to stay"):
-        transport.meet("go" if transport.mesh.is_first else "stay", [3])
+        transport.meet("go" if transport.mesh.stage == 0 else "stay", [3])
 
 
 @pytest.mark.parametrize("work", [exchange, leave_behind, share, fail_on_first])
@@ -178,7 +178,7 @@ def receive(transport: Transport) -> None:
 )
 def test_p7_a_wait_ends_with_the_timeout(wait: Work, text: str, tmp_path: Path) -> None:
     def work(transport: Transport) -> None:
-        if transport.mesh.is_first:
+        if transport.mesh.stage == 0:
             time.sleep(5)
             return
         started = time.monotonic()

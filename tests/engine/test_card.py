@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import GraphBatch, GraphRows, Kind
 from lightning_gnnpipe.calls.graph_batch import LeafRows
-from lightning_gnnpipe.codecs import get_codec
+from lightning_gnnpipe.codecs.codec import get_codec
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.engine.resume import load_ranks, save_rank
 from lightning_gnnpipe.models import GCNII

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
 import io
 import os
 import pickle
@@ -182,3 +184,36 @@ def test_synthetic_molecules_hold_the_group_that_is_their_class():
         assert one.is_undirected()
     again = draw_molecule(7)
     assert all(torch.equal(again[name], molecules[7][name]) for name in again.to_dict())
+
+
+def test_ogb_node_data_set_is_read_and_read_again(tmp_path):
+    """A folder in OGB's layout; the second reading unpickles what the first one wrote."""
+    pytest.importorskip("ogb", reason="the extra 'examples' is not installed")
+    nodes = torch.arange(10)
+    graph = Data(torch.eye(10), torch.stack([nodes, nodes.roll(-1)]), y=nodes % 3)
+    write_ogb_folder(tmp_path / "ogbn_products", graph)
+    for _reading in range(2):
+        data = FullGraphDataModule(graphs.load_ogb_graph("ogbn-products", tmp_path)).data
+        assert data.num_nodes == 10 and data.y.tolist() == graph.y.tolist()
+        masks = data.train_mask, data.val_mask, data.test_mask
+        assert [mask.nonzero().item() for mask in masks] == [7, 8, 9]
+
+
+def write_ogb_folder(folder: Path, graph: Data) -> None:
+    """Write the raw files of ``graph``, the split (7, 8, 9) and OGB's sign that it is current."""
+    raw, split = folder / "raw", folder / "split" / "sales_ranking"
+    tables = {
+        raw / "edge": graph.edge_index.t().tolist(),
+        raw / "node-feat": graph.x.tolist(),
+        raw / "node-label": graph.y[:, None].tolist(),
+        raw / "num-node-list": [[graph.num_nodes]],
+        raw / "num-edge-list": [[graph.num_edges]],
+        split / "train": [[7]],
+        split / "valid": [[8]],
+        split / "test": [[9]],
+    }
+    for path, rows in tables.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with gzip.open(f"{path}.csv.gz", "wt") as file:
+            csv.writer(file).writerows(rows)
+    (folder / "RELEASE_v1.txt").touch()

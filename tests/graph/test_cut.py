@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from lightning_gnnpipe.graph import edge_cut_frac, measure_split, replicas_per_node, shard_plan
+from lightning_gnnpipe.graph import edge_cut_frac, measure_split, shard_plan
+from lightning_gnnpipe.graph.partition import remote_reads
 from tests.graph.strategies import DRAWN_ASSIGNMENT, DRAWN_EDGES, cut_multigraphs
 
 
@@ -17,11 +17,14 @@ def test_the_drawn_graph_cuts_four_of_seven_edges() -> None:
 
 @given(cut_multigraphs())
 @settings(max_examples=100)
-def test_replicas_count_each_remote_source_once_a_shard(graph: tuple[Tensor, int, Tensor]) -> None:
-    edge_index, num_nodes, assignment = graph
+def test_remote_reads_are_each_remote_source_once_a_shard(
+    graph: tuple[Tensor, int, Tensor],
+) -> None:
+    edge_index, _, assignment = graph
     owner = assignment.tolist()
     pairs = {(owner[t], s) for s, t in edge_index.t().tolist() if owner[t] != owner[s]}
-    assert replicas_per_node(edge_index, num_nodes, assignment) == len(pairs) / num_nodes
+    readers, sources = remote_reads(edge_index, assignment)
+    assert list(zip(readers.tolist(), sources.tolist(), strict=True)) == sorted(pairs)
 
 
 @given(cut_multigraphs())
@@ -35,9 +38,7 @@ def test_the_sizes_of_pieces_are_those_of_the_shards_plans(
     chunks = torch.arange(num_nodes) % min(2, num_nodes)
     sizes = measure_split(edge_index, chunks, shards, num_shards)
     assert sizes.received.sum() == sizes.sent.sum()
-    assert sizes.received.sum() / num_nodes == pytest.approx(
-        replicas_per_node(edge_index, num_nodes, shards)
-    )
+    assert sizes.received.sum() == remote_reads(edge_index, shards)[0].numel()
     for index in range(num_shards):
         plan = shard_plan(edge_index, chunks, shards, index=index, num_shards=num_shards)
         for chunk in plan.chunks:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from lightning_gnnpipe.graph import tensor_fingerprint
+from lightning_gnnpipe.graph.fingerprint import tensor_fingerprint
 from tests.graph.strategies import multigraphs, power_law
 from tests.helpers.codecs import FLOATS
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_gnnpipe.errors import ConfigError
+from lightning_gnnpipe.trainer.signals import REQUEUE, StopSignals
 from tests.helpers.scripts import ROOT, run_script
 
 SCRIPT = """
@@ -166,3 +168,10 @@ def test_torchrun_that_is_to_stop_saves_and_goes_on(tmp_path: Path) -> None:
         one.communicate(timeout=60)
     folder.rename(tmp_path / "moved")
     assert ends(train(tmp_path / "moved", is_new=True)) == ends(whole)
+
+
+def test_a_rank_that_does_not_handle_the_requeue_signal_says_so() -> None:
+    signals = StopSignals()
+    signals.agree([0, REQUEUE])
+    with pytest.raises(ConfigError, match=r"every rank \(got a rank without.* main thread of"):
+        signals.requeue()

@@ -265,7 +265,7 @@ def test_validation_is_given_what_training_is_although_it_reads_less() -> None:
 def test_beyond_the_bound_the_least_recently_used_input_goes(
     bound: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_bytes = 3 * N * WIDTH * 8  # of three layers
+    num_bytes = 7 * N * WIDTH * 8  # of three layers, their gradients, and the permuted input
     monkeypatch.setattr(known_inputs, bound, 2 if bound == "_MOST_KEPT" else 2 * num_bytes)
     steps = Steps()
     exact = {name: steps.run(X[int(name[0])], EDGES) for name in ("0", "1", "0 again", "2")}

@@ -151,6 +151,16 @@ def test_gradients_of_one_layer_that_are_not_finite_cost_one_step(method: str) -
     assert found == [exact, fine, lost, exact, fine, fine, fine]
 
 
+def test_an_overflow_of_a_scaled_loss_costs_no_exact_step() -> None:
+    steps = after_three("drift")
+    steps.engine.set_step(loss_scale=2.0**16)
+    (steps.engine.forward(steps.inputs, {}).sum() * torch.inf).backward()
+    assert not any(one.grad.isfinite().all() for one in steps.net.parameters())
+    steps.begin(4)
+    steps.run()
+    assert not steps.is_exact
+
+
 def test_two_passes_in_a_step_have_dropout_of_their_own() -> None:
     """And both draw it again, in whichever run."""
     drawn = []

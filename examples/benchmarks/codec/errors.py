@@ -25,7 +25,8 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn import GCN2Conv
 
-from lightning_gnnpipe.codecs import Codec, get_codec
+from lightning_gnnpipe.codecs import Codec
+from lightning_gnnpipe.codecs.codec import get_codec
 from lightning_gnnpipe.graph import partition_nodes
 from lightning_gnnpipe.models import GCNII
 from lightning_gnnpipe.types import CodecName

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from lightning_gnnpipe.chunks import synchronize
-from lightning_gnnpipe.codecs import Codec, get_codec
+from lightning_gnnpipe.codecs import Codec
+from lightning_gnnpipe.codecs.codec import get_codec
 
 sys.path.append(str(Path(__file__).parents[1]))
 from common import print_table

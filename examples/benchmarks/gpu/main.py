@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import kernels
 from common import print_table, train_once
 
-from lightning_gnnpipe.codecs import get_codec
+from lightning_gnnpipe.codecs.codec import get_codec
 
 CODEC = Path(__file__).parents[1] / "codec" / "main.py"
 WHATS = ("times", "host", "kernels", "codecs", "largest")

@@ -19,7 +19,8 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1]))
 from common import interleave, make_edges, median_step_s, print_table, train_once
 
-from lightning_gnnpipe.graph import partition_nodes, replicas_per_node, split_chunks
+from lightning_gnnpipe.graph import partition_nodes, split_chunks
+from lightning_gnnpipe.graph.partition import remote_reads
 from lightning_gnnpipe.planning import LayoutWork, Link, factorize, time_layout
 
 FOLDER = Path(__file__).parent
@@ -102,9 +103,8 @@ def measure_replicas() -> dict[str, dict[str, float]]:
         for num_chunks in (1, 16) if scale == 1 else (1,):
             chunks = partition_nodes(edges, num_nodes, num_chunks=num_chunks, method="metis")
             found[f"{num_nodes} nodes, {num_chunks} chunks"] = {
-                str(shards): replicas_per_node(
-                    edges, num_nodes, split_chunks(edges, chunks, shards)
-                )
+                str(shards): remote_reads(edges, split_chunks(edges, chunks, shards))[0].numel()
+                / num_nodes
                 for shards in (2**i for i in range(1, 10 if scale == 1 else 8))
             }
             print(json.dumps(found), file=sys.stderr, flush=True)
