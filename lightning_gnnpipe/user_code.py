@@ -82,7 +82,10 @@ _REMEDY = (
     "GNNPipeStrategy(pipelined_module=...), or list the layers in a method 'pipeline_layers' (see "
     "docs/choosing.md)."
 )
+_NEW = "Make new tensors of others: x.new_zeros(x.size(0), 8), torch.rand_like(x)."
 _REMEDIES = {
+    "() takes 1 positional argument": _NEW,  # torch.zeros(x.size(0), 8)
+    "() received an invalid combination of arguments": _NEW,
     "item assignment": "Instead of h[mask] = new, write h = torch.where(mask.unsqueeze(-1), new, "
     "h), which makes a new tensor.",
     "the graph has no": "Use lists, objects and sparse features in training_step: they do not "

@@ -1,5 +1,6 @@
 """Trace the user's module, cut it into layers, and assign layers to stages."""
 
+from lightning_gnnpipe.stages.attributes import Guard, State, restore_buffers, undisturbed
 from lightning_gnnpipe.stages.cut import cut_module
 from lightning_gnnpipe.stages.find import (
     as_written,
@@ -10,7 +11,6 @@ from lightning_gnnpipe.stages.find import (
 )
 from lightning_gnnpipe.stages.held import HeldTensors
 from lightning_gnnpipe.stages.layers import Layers, cut_layers
-from lightning_gnnpipe.stages.reads import Reads
 from lightning_gnnpipe.stages.repeat import choose_repeated, tied_bytes
 from lightning_gnnpipe.stages.segments import Segment, leaves_of, part_of
 from lightning_gnnpipe.stages.split import (
@@ -31,6 +31,4 @@ from lightning_gnnpipe.stages.values import (
     Value,
     draw_sample,
     learn_values,
-    restore_buffers,
-    undisturbed,
 )

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, count_nodes, find_edge_sets
 from lightning_gnnpipe.errors import GNNPipeError
-from lightning_gnnpipe.stages.tracer import is_traced_through
+from lightning_gnnpipe.stages.tracer import owners_of
 
 _MOST = 32  # forms of calls to remember
-_TABLES = (nn.Embedding, nn.ParameterList, nn.ParameterDict)
 
 
 class HeldTensors:
@@ -63,12 +62,11 @@ class HeldTensors:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters and buffers that code of forward itself may read."""
-        for prefix, owner in self._module.named_modules():
-            if is_traced_through(owner) or isinstance(owner, _TABLES):
-                held: Mapping[str, Tensor | None] = owner._parameters | owner._buffers
-                for name, one in held.items():
-                    if one is not None and one.dim() and one.layout is torch.strided:
-                        yield f"{prefix}.{name}".removeprefix("."), one
+        for prefix, owner in owners_of(self._module):
+            held: Mapping[str, Tensor | None] = owner._parameters | owner._buffers
+            for name, one in held.items():
+                if one is not None and one.dim() and one.layout is torch.strided:
+                    yield f"{prefix}.{name}".removeprefix("."), one
 
 
 def _is_edges(name: str, value: Tensor) -> bool:

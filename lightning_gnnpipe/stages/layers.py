@@ -25,7 +25,6 @@ from lightning_gnnpipe.stages.mixing import (
     refuse_mixing,
     refuse_turned,
 )
-from lightning_gnnpipe.stages.reads import Reads
 from lightning_gnnpipe.stages.segments import (
     Segment,
     build_segment,
@@ -68,9 +67,8 @@ class Layers:
     # Crossing values that any stage can compute from the batch, in the order of computation, mapped
     # to the number of the segment that computes them.
     repeatable: Mapping[str, int] = field(default_factory=dict)
-    outside: Reads = field(default_factory=Reads, compare=False)  # besides the arguments
+    trace: str = ""  # text of the traced graph
     head: Segment | None = None  # computes the model's output from `outputs` and leaves
-    num_rows: tuple[int, ...] = ()  # of nodes and edges, if the trace is for one graph
     weights: Mapping[str, str] = field(default_factory=dict)  # names of parameters, by their leaf
     whole: fx.GraphModule | None = None  # runs on all leaves, if some of them are no arguments
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind
+from lightning_gnnpipe.stages.attributes import undisturbed
 from lightning_gnnpipe.stages.find import contains_passing
 from lightning_gnnpipe.stages.layers import Layers
 from lightning_gnnpipe.stages.segments import (
@@ -24,7 +25,7 @@ from lightning_gnnpipe.stages.segments import (
     part_of,
     without,
 )
-from lightning_gnnpipe.stages.values import Sample, draw_sample, undisturbed
+from lightning_gnnpipe.stages.values import Sample, draw_sample
 from lightning_gnnpipe.types import RepeatOption
 
 # Weights that may be used to spare one byte of a row. A weight takes two operations per row forward

@@ -1,7 +1,7 @@
 """What a forward asks of shapes while it is traced: the answer becomes part of the trace.
 
     if h.size(-1) == x.size(-1): h = h + x            widths: the same in every chunk
-    if x.size(0) > 1000: h = self.deep(h)             rows: a trace for graphs of this size
+    if x.size(0) > 1000: h = self.deep(h)             rows: refused
     if h.max() > 1: h = h / 2                         values: refused
 
 A trace that meets a question without an answer ends with `UnansweredError`. The graph so far runs
@@ -46,7 +46,7 @@ class Answer:
 
     @property
     def is_of_rows(self) -> bool:
-        """Whether the value depends on the number of rows of a tensor."""
+        """Whether the value depends on the number of rows of a tensor, or another that varies."""
         return any(self.rows) if isinstance(self.rows, tuple) else self.rows is not None
 
     @property
@@ -63,7 +63,6 @@ class Questions:
 
     learn: Callable[[fx.Graph, nn.Module], dict[str, Answer]] = lambda graph, root: {}
     answers: dict[str, Answer] = field(default_factory=dict)
-    is_of_rows: bool = False  # an answer depends on numbers of rows: the trace is for one size
 
 
 def mark(node: fx.Node) -> None:

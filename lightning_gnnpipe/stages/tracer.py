@@ -22,7 +22,6 @@ from lightning_gnnpipe._compat_torch import search_in
 from lightning_gnnpipe.calls import Call, DataView
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import is_matrix
-from lightning_gnnpipe.stages.content import Watched, watching
 from lightning_gnnpipe.stages.find import (
     contains_passing,
     is_library,
@@ -60,14 +59,12 @@ class Caller(nn.Module):
         super().__init__()
         self.add_module(ROOT, module)
         self._call = call
-        self.watched = Watched()
 
     def forward(self, *leaves: Any) -> Any:
         count = leaves[-1] if self._call.has_graphs else None
         module = getattr(self, ROOT)
-        with watching(self.watched):
-            run = run_listed if is_listed(module) else Call.run
-            return run(self._call, module, leaves, count)
+        run = run_listed if is_listed(module) else Call.run
+        return run(self._call, module, leaves, count)
 
 
 class Tracer(fx.Tracer):
@@ -77,6 +74,7 @@ class Tracer(fx.Tracer):
 
     def __init__(self, module: nn.Module, questions: Questions, call: Call) -> None:
         self._questions, self._call = questions, call
+        self.refusal: UnsupportedError | None = None  # torch may replace it by an error of its own
         functions = filter(callable, (getattr(_utils, name) for name in _utils.__all__))
         listed = self._listed = listed_parts(module)
         self._traced = {
@@ -123,11 +121,18 @@ class Tracer(fx.Tracer):
         return self._questions.answers[node.name]
 
     def ask(self, proxy: fx.Proxy) -> Any:
-        """Return the value of `proxy`; refuse values of tensors, and numbers of rows of batches."""
+        """Return the value of `proxy`; refuse values of tensors, and numbers of rows."""
         found = self.answer(proxy.node) if is_of_shapes(proxy.node) else None
-        if found is None or not found.is_known or (found.is_of_rows and self._call.has_graphs):
+        if found is None:
             raise fx.proxy.TraceError("control flow")
-        self._questions.is_of_rows |= found.is_of_rows
+        if found.is_of_rows:
+            self.refusal = UnsupportedError(
+                f"Forward uses a number of nodes or edges as a Python number{at(line_here())}.\n"
+                "Each chunk has other numbers than the graph.\n"
+                "Make tensors of others, x.new_zeros(x.size(0), 8) or torch.ones_like(x), and "
+                "decide on sizes in training_step."
+            )
+            raise self.refusal
         return found.value
 
     def create_arg(self, a: Any) -> Any:
@@ -256,6 +261,14 @@ def is_traced_through(module: nn.Module) -> bool:
     """
     is_called = isinstance(module, MessagePassing | InvertibleModule)
     return contains_passing(module) and not is_called
+
+
+def owners_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules whose parameters and buffers forward itself may read, with their names."""
+    tables = (nn.Embedding, nn.ParameterList, nn.ParameterDict)
+    for name, one in module.named_modules():
+        if is_traced_through(one) or isinstance(one, tables):
+            yield name, one
 
 
 def root_of(module: nn.Module) -> nn.Module:

@@ -6,9 +6,7 @@ shows what its rows are.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -21,7 +19,7 @@ from lightning_gnnpipe._compat_pyg import MESH_CNN_CONV
 from lightning_gnnpipe.calls import Call, GraphBatch, Inputs, Kind, draw_graphs
 from lightning_gnnpipe.errors import UnsupportedError, first_line
 from lightning_gnnpipe.passing import is_matrix
-from lightning_gnnpipe.stages.content import refill
+from lightning_gnnpipe.stages.attributes import undisturbed
 from lightning_gnnpipe.stages.shapes import (
     UNKNOWN,
     Answer,
@@ -325,43 +323,3 @@ def remedy_for_weights(module: nn.Module, inputs: Inputs) -> str:
             what = "nodes" if size == inputs.num_nodes else "edges"
             return _REMEDY_ROWS.format(name, size, what)
     return ""
-
-
-@contextmanager
-def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Restore random states, buffers, attributes and contents of containers in `module` on exit."""
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    before = {
-        (one, name): (value, copy.copy(value) if type(value) in (list, dict, set) else None)
-        for one, name, value in _attributes(module)
-    }
-    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
-    try:
-        with torch.random.fork_rng(devices=list(devices)):
-            yield
-    finally:
-        restore_buffers(module, buffers)
-        for one, name, _ in list(_attributes(module)):
-            if (one, name) not in before:
-                object.__delattr__(one, name)
-        for (one, name), (value, held) in before.items():
-            if held is not None:
-                refill(value, held)
-            object.__setattr__(one, name, value)
-
-
-def _attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Yield the attributes of modules, without weights, buffers, hooks and submodules."""
-    of_torch = vars(nn.Module())
-    for one in module.modules():
-        slots = [name for kind in type(one).__mro__ for name in vars(kind).get("__slots__", ())]
-        for name in (*vars(one), *slots):
-            if name not in of_torch and hasattr(one, name):
-                yield one, name, object.__getattribute__(one, name)
-
-
-def restore_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-    """Copy `buffers` back into `module`."""
-    with torch.no_grad():
-        for name, buffer in module.named_buffers():
-            buffer.copy_(buffers[name])

@@ -21,9 +21,9 @@ from lightning_gnnpipe.layers import find_layers, tracks_statistics, without_mem
 from lightning_gnnpipe.methods import own_methods, raising_own_errors
 from lightning_gnnpipe.passing import Matrices
 from lightning_gnnpipe.stages import (
+    Guard,
     HeldTensors,
     Layers,
-    Reads,
     Stage,
     check_counts,
     check_num_stages,
@@ -69,7 +69,7 @@ class PipelinedModel:
         self.module, self.intercepted = module, find_layers(module)
         self._transport, self._options = transport, options
         self._check, self._is_cut, self._modes = check, is_cut, dict[Key, Mode]()
-        self._num_changes = 0  # of options that forward reads
+        self._num_changes = 0  # of attributes
         self._given: dict[str, set[str]] = {}  # values of plain arguments
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
         self.on_split: OnSplit | None = None  # called with stages, users of parameters, costs
@@ -79,7 +79,7 @@ class PipelinedModel:
         self._users: dict[str, set[int]] = {}
         self._of_head: set[str] = set()  # weights that only the head uses, on every rank
         self.matrices = Matrices()  # sparse matrices among the arguments
-        self._held = HeldTensors(module)
+        self._held, self._guard = HeldTensors(module), Guard(module)
         self.is_accumulating = False  # if so, replicas do not average gradients
 
     @property
@@ -115,13 +115,12 @@ class PipelinedModel:
 
     def _find(self, call: Call, inputs: Inputs) -> Key | None:
         """Return the key of the trace for the module's present state, if there is one."""
-        first = trace_key(self.module, call, inputs, self._transport.world.device)
-        for key in reversed(self._modes):
-            layers = self._modes[key].layers
-            is_fit = layers.num_rows in ((), (inputs.num_nodes, *inputs.edge_sizes))
-            if key[0] == first and is_fit and layers.outside.values() == key[1]:
-                return key
-        return None
+        now = self._key(call, inputs)
+        return next((key for key in reversed(self._modes) if key == now), None)
+
+    def _key(self, call: Call, inputs: Inputs) -> Key:
+        device = self._transport.world.device
+        return trace_key(self.module, call, inputs, device), self._guard.state()
 
     def _trace_all(self, call: Call, inputs: Inputs, *, also_train: bool) -> Key:
         known = set(self._modes)
@@ -147,10 +146,9 @@ class PipelinedModel:
         return key
 
     def _options_number(self) -> int:
-        """Return one fingerprint for all modes: options that any mode reads, and weight shapes."""
-        reads = Reads.merged([mode.layers.outside for mode in self._modes.values()])
+        """Return one fingerprint for all modes: attributes and weight shapes."""
         shapes = [(tuple(p.shape), p.dtype) for p in self.module.parameters()]
-        own = text_fingerprint(repr((reads.plain(reads.values()), shapes)))
+        own = text_fingerprint(repr((self._guard.state().text, shapes)))
         return self._transport.broadcast_object(own)  # some options differ between processes
 
     def gradient_sums(self) -> GradientSums:
@@ -189,9 +187,9 @@ class PipelinedModel:
         return {name: one for name, one in self._users.items() if name not in self._of_head}
 
     def _note_change(self) -> None:
-        """Warn once if options that forward reads change often, at a trace each."""
-        (_, before, _), mode = next(reversed(self._modes.items()))
-        changed = mode.layers.outside.changed(before, mode.layers.outside.values())
+        """Warn once if attributes of the module change often, at a trace each."""
+        _, before = next(reversed(self._modes))
+        changed = self._guard.state().changed(before)
         self._num_changes += bool(changed)
         if changed and self._num_changes == _MANY_CHANGES:
             self._fallbacks.tell(_TRACED_ANEW, ", ".join(changed))
@@ -210,6 +208,12 @@ class PipelinedModel:
         if (found := self._find(call, inputs)) is not None:
             return found
         check_leaves(self.module)
+        first, state = self._key(call, inputs)
+        known = {
+            id(mode.layers): key
+            for key, mode in self._modes.items()
+            if key[0] == first and key[1].parts == state.parts
+        }
         self.intercepted, records = find_layers(self.module), torch.is_grad_enabled()
         with (
             without_memory(self.intercepted.convs),
@@ -224,12 +228,16 @@ class PipelinedModel:
                 finds_repeatable=bool(self._options.repeat_encoder),
                 is_grad_enabled=records,
                 is_cut=inputs.graphs is not None or self._is_cut(inputs),
+                known=[self._modes[key].layers for key in known.values()],
             )
-            self._check(layers, call, inputs)
+            if id(layers) not in known:
+                self._check(layers, call, inputs)
         called = (self.module,) if layers.head is None else layers.called(self.module)
         self.intercepted = self.intercepted.within(called)
-        first = trace_key(self.module, call, inputs, self._transport.world.device)
-        key = (first, layers.outside.values(), layers.num_rows)
+        key = self._key(call, inputs)
+        if id(layers) in known:  # other attributes, the same operations
+            self._modes[key] = self._modes.pop(known[id(layers)])
+            return key
         reads = reads_key(self.module, call, self.intercepted.norms.values())
         frozen = tuple(not p.requires_grad for p in self.module.parameters())
         self._modes[key] = Mode(layers, (), reads, self.module.training, 0, frozen)

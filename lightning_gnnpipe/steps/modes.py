@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind, is_of_pairs
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.stages import Layers, Stage, find_reached
+from lightning_gnnpipe.stages import Layers, Stage, State, find_reached
 
-# See `trace_key`, `Reads.values` and `Layers.num_rows`.
-Key = tuple[Hashable, tuple[Hashable, ...], tuple[int, ...]]
+Key = tuple[Hashable, State]  # see `trace_key`
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class Mode:
 
 
 def trace_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.device) -> Hashable:
-    """Cache key of a trace; attributes that the forward reads are in `Layers.outside`."""
+    """Cache key of a trace; attributes are in `State`."""
     flags = tuple([m.training for m in module.modules()])
     weights = tuple(
         [(name, p.requires_grad, p.is_leaf, p.dtype) for name, p in module.named_parameters()]

@@ -18,7 +18,6 @@ import torch_geometric.nn as gnn
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import to_undirected
 
 from lightning_gnnpipe.errors import UnsupportedError
@@ -108,11 +107,6 @@ def write_labels(net: Any, x: Tensor, y: Tensor, mask: Tensor, edge_index: Tenso
     return net.inner(h, edge_index)
 
 
-def normalize(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
-    edges, weight = gcn_norm(edge_index, None, x.size(0), dtype=x.dtype)
-    return net.inner(x, edges, weight)
-
-
 call = by_name(
     y=lambda _: torch.arange(N) % 4,
     mask=lambda _: torch.arange(N) % 3 == 0,
@@ -154,7 +148,6 @@ MORE: dict[str, type[nn.Module]] = {
         ),
         emb=table,
     ),
-    "gcn_norm": held(normalize),
     # As a leaf, and through the embedding.
     "a table and its rows": held(
         lambda net, ids, edge_index: net.inner(net.emb.weight + net.emb(ids), edge_index), emb=table
@@ -456,12 +449,7 @@ HABITS = {
         test_what_a_module_holds_trains_as_plainly,
         "a weight an edge",
     ),
-    "`gcn_norm` in `forward`": (
-        "works; computed once, on the whole graph on each device",
-        test_what_a_module_holds_trains_as_plainly,
-        "gcn_norm",
-    ),
-    "`to_undirected`, `degree`, `get_laplacian` and other results of the graph in `forward`": (
+    "`to_undirected`, `degree`, `gcn_norm` and other results of the graph in `forward`": (
         "refused: compute them in `training_step`, and pass them as arguments",
         test_results_of_the_whole_graph_are_no_arguments,
     ),

@@ -206,7 +206,7 @@ def check(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     x = torch.randn(N, D, generator=generator).to(dtype)
     call = flatten_call(module, (x.requires_grad_(isinstance(module, InputBeside)), edges), {})
     inputs = classify(call)
-    graph, *_ = trace(module, call)
+    graph = trace(module, call)
     values = learn_values(graph, module, draw_sample(module, call, inputs))
     check_layers(module, cut_layers(graph, module, values), call, inputs, on_chunks=True)
 

@@ -33,7 +33,7 @@ EDGES = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 0, 2, 2], [1, 2, 3, 4, 5, 6, 7, 0
 
 def layers_of(module: nn.Module, *args: object, **kwargs: object) -> Layers:
     call = flatten_call(module, args, kwargs)
-    graph, *_ = trace(module, call)
+    graph = trace(module, call)
     return cut_layers(
         graph, module, learn_values(graph, module, draw_sample(module, call, classify(call)))
     )

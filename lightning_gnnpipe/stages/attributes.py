@@ -1,0 +1,217 @@
+"""Attributes of a module: plain ones are constants of its trace, which keeps none of its own.
+
+A trace is reused while the parts of the module are the same objects and their plain attributes
+(numbers, texts, functions, and tuples, lists and dicts of these) are equal. What else forward
+reads, such as globals, closures and os.environ, stays as in the trace, as in torch.export.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.stages.tracer import owners_of
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+_KINDS = frozenset({bool, int, float, complex, str, bytes, type(None)})
+_KINDS |= {torch.dtype, torch.device, torch.Size, FunctionType, BuiltinFunctionType, type}
+_MOST = 1000  # items of a container
+_IN_PROGRESS = "_current_fx_name"  # of a LightningModule: the hook that is running
+
+
+class State(NamedTuple):
+    """What a trace takes as constants."""
+
+    parts: Hashable  # modules, and tensors that forward itself reads, by identity
+    is_grad_enabled: bool
+    plain: tuple[tuple[Any, ...], ...]  # attributes of modules that are traced through
+    of_called: tuple[tuple[Any, ...], ...]  # public ones of modules that run as they are
+
+    def changed(self, before: State) -> list[str]:
+        """Return the names of plain attributes that differ."""
+        old, now = ({one[:2]: one[2:] for one in s.plain + s.of_called} for s in (before, self))
+        keys = [key for key in now | old if now.get(key) != old.get(key)]
+        return [f"{path}.{name}".removeprefix(".") for path, name in keys]
+
+    @property
+    def text(self) -> str:
+        """The attributes of modules that are traced through, the same in each process."""
+        return re.sub(" at 0x[0-9a-f]+", "", repr(self.plain))
+
+
+class Guard:
+    """Tells whether a trace of `module` still holds."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._modules = list[nn.Module]()
+        self._owners = list[nn.Module]()
+        self._named = list[tuple[str, nn.Module, bool]]()
+
+    def state(self) -> State:
+        modules = list(self._module.modules())
+        if modules != self._modules:  # by identity
+            self._modules, self._owners = modules, [one for _, one in owners_of(self._module)]
+            traced = {*self._owners} if self._owners else set()
+            named = self._module.named_modules()
+            self._named = [(path, one, one in traced) for path, one in named]
+        held = [one for owner in self._owners for one in (owner._parameters, owner._buffers)]
+        tensors = tuple([id(one) for several in held for one in several.values()])
+        plain, of_called = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
+        for path, one, is_traced in self._named:
+            for name, value in vars(one).items():
+                if name in _OF_TORCH or not (is_traced or name[0] != "_") or name == _IN_PROGRESS:
+                    continue
+                kind = type(value)
+                if kind in _KINDS:
+                    (plain if is_traced else of_called).append((path, name, kind, value))
+                elif isinstance(value, tuple | list | dict) and (found := _plain(value)):
+                    (plain if is_traced else of_called).append((path, name, *found))
+        parts = (*modules, tensors)
+        return State(parts, torch.is_grad_enabled(), tuple(plain), tuple(of_called))
+
+
+def _plain(value: Any) -> tuple[Any, ...] | None:
+    """Return the type and the contents of a plain value; None for all else."""
+    if type(value) in _KINDS:
+        return type(value), value
+    if not isinstance(value, tuple | list | dict) or len(value) > _MOST:
+        return None
+    found = list(map(_plain, (*value, *value.values()) if isinstance(value, dict) else value))
+    return None if None in found else (type(value), *found)
+
+
+class Snapshot:
+    """The attributes of all parts of a module, with the contents of containers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before = {
+            (one, name): (value, copy.copy(value) if type(value) in (list, dict, set) else None)
+            for one, name, value in _attributes(module)
+        }
+
+    def restore(self) -> None:
+        for one, name, _ in list(_attributes(self._module)):
+            if (one, name) not in self._before:
+                object.__delattr__(one, name)
+        for (one, name), (value, held) in self._before.items():
+            if held is not None:
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(held)
+            object.__setattr__(one, name, value)
+
+    def changed(self) -> dict[str, Any]:
+        """Return the attributes that are new, or hold other values."""
+        found = {}
+        for one, name, value in _attributes(self._module):
+            old, held = self._before.get((one, name), (_attributes, None))
+            is_same = _is_same(old, value) if held is None else old is value
+            if not is_same or (held is not None and not _has_same(held, value)):
+                found[name] = value
+        return found
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    is_plain = type(one) is type(other) and type(one) in _KINDS
+    return one is other or (is_plain and bool(one == other))
+
+
+def _has_same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        one, other = (*one, *one.values()), (*other, *other.values())
+    return len(one) == len(other) and all(map(_is_same, one, other))
+
+
+def holds_proxy(value: Any) -> bool:
+    """Whether `value` is, or holds, what stands for a tensor during a trace."""
+    if isinstance(value, Mapping):
+        return any(map(holds_proxy, value.values()))
+    if isinstance(value, list | tuple | set):
+        return any(map(holds_proxy, value))
+    return isinstance(value, fx.Proxy)
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield the attributes of modules, without weights, buffers, hooks and submodules."""
+    for one in module.modules():
+        slots = [name for kind in type(one).__mro__ for name in vars(kind).get("__slots__", ())]
+        for name in (*vars(one), *slots):
+            if name not in _OF_TORCH and hasattr(one, name):
+                yield one, name, object.__getattribute__(one, name)
+
+
+@contextmanager
+def restored_on_errors(module: nn.Module) -> Iterator[Snapshot]:
+    """If the block fails, restore the attributes of `module`."""
+    before = Snapshot(module)
+    try:
+        yield before
+    except BaseException:
+        before.restore()
+        raise
+
+
+@contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """Restore random states, buffers, attributes and contents of containers in `module` on exit."""
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    before = Snapshot(module)
+    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        restore_buffers(module, buffers)
+        before.restore()
+
+
+def restore_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Copy `buffers` back into `module`."""
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            buffer.copy_(buffers[name])
+
+
+class _NoProgress:
+    """Takes the place of the Trainer: a forward must not depend on the progress of training."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("global_rank", "local_rank", "world_size"):  # constant during training
+            return getattr(self._trainer, name)
+        raise UnsupportedError(
+            expected="forward to depend only on its arguments and on plain attributes",
+            found="self.log" if name == "barebones" else f"self.{name}, of the trainer",
+            remedy="Set an attribute in on_train_epoch_start and read it in forward. Log in "
+            "training_step.",
+        )
+
+
+@contextmanager
+def refusing_progress(module: nn.Module) -> Iterator[None]:
+    """Refuse reads of the trainer by LightningModules in `module` within the block."""
+    owners: Iterable[Any] = [one for one in module.modules() if hasattr(type(one), "trainer")]
+    before = []
+    for one in owners:
+        try:
+            before.append((one, one.trainer))
+        except RuntimeError:  # it has none
+            before.append((one, None))
+    for one, trainer in before:
+        one.trainer = _NoProgress(trainer)
+    try:
+        yield
+    finally:
+        for one, trainer in before:
+            one.trainer = trainer
