@@ -129,11 +129,7 @@ def _reads_by_edges(
 ) -> bool:
     """Whether `node` reads or makes rows of nodes by their numbers in edges."""
     sources = node.all_input_nodes
-    if (
-        node.op == "placeholder"
-        or node.target is assemble
-        or not any(one in structure for one in sources)
-    ):
+    if node.target is assemble or not any(one in structure for one in sources):
         return False
     has_rows = any(one not in structure and _counts_nodes(one, values) for one in sources)
     return has_rows or _counts_nodes(node, values) or _name_of(node) in _OF_EDGES
