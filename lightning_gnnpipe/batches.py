@@ -90,8 +90,9 @@ class BatchPasses:
             used = [name for name, norm in norms.items() if uses_batch_statistics(norm)]
             if used:
                 self._fallbacks.tell(
-                    "BatchNorm ('%s') takes the statistics of each micro-batch of graphs, as of each "
-                    "replica in DDP. Running statistics are updated once per step, from all graphs.",
+                    "BatchNorm ('%s') takes the statistics of each micro-batch of graphs, as of "
+                    "each replica in DDP. Running statistics are updated once per step, from all "
+                    "graphs.",
                     used[0],
                 )
         if options.self_check:
