@@ -103,6 +103,8 @@ class PipelineEngine:
 
     def _is_pipelined(self) -> bool:
         """Whether a call of the module belongs to the pipeline; equal on all ranks in a step."""
+        if torch.jit.is_tracing():
+            return False
         if self.step.caller == "training":
             return torch.is_grad_enabled()
         if self.step.caller is None or torch.is_grad_enabled():

@@ -157,7 +157,10 @@ _RANDOM = (
     "Draw random numbers in the module's forward, shaped like its tensors (dropout, "
     "torch.rand_like)."
 )
-_SAMPLED = "If every batch is a new graph (NeighborLoader, dropped edges), train on one device."
+_SAMPLED = (
+    "Each new graph is also partitioned anew: if every batch is one (NeighborLoader, dropped "
+    "edges), train on one device."
+)
 
 _MOST_KEPT = 16
 _MOST_BYTES = 2 << 30

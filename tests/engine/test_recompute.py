@@ -68,7 +68,6 @@ def train(
     *,
     steps: tuple[int, ...] = (0, 1, 2, 3),
     training: bool = True,
-    evaluates: bool = False,
     lr: float = 1e-4,
     partition: Tensor = PARTITION,
     **options: Any,
@@ -83,9 +82,6 @@ def train(
     for step in steps:
         engine.set_step(step_index=step)
         output = engine.forward(graph(), {})
-        if evaluates:
-            with torch.no_grad():
-                engine.forward(graph(), {})
         optimizer.zero_grad()
         output.square().sum().backward()
         grads = {f"grad {n}": p.grad for n, p in net.named_parameters() if p.grad is not None}
@@ -100,10 +96,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gcnii": ("gcnii", {}),
     "dropout in evaluation": ("drops always", {"training": False, "lr": 0.05}),
     "two passes in a step": ("mixed", {"steps": (0, 0, 0, 0), "lr": 0.05}),
-    "one chunk, evaluation in between": (
-        "mixed",
-        {"partition": torch.zeros_like(PARTITION), "evaluates": True, "lr": 0.05},
-    ),
+    "one chunk": ("mixed", {"partition": torch.zeros_like(PARTITION), "lr": 0.05}),
 }
 
 

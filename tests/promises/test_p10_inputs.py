@@ -24,6 +24,7 @@ from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.engine import known_graphs as known_inputs
 from lightning_gnnpipe.staleness import METHODS
 from tests.helpers.engines import one_process_engine
+from tests.helpers.observed import make_data, make_module, make_trainer
 from tests.helpers.trainers import quiet_trainer
 
 N, WIDTH = 24, 3
@@ -188,6 +189,23 @@ def test_an_input_that_is_new_in_each_step_runs_exactly(
     found = [one for one in caplog.messages if "training steps ran exactly" in one]
     assert len(found) == 1 and found[0].startswith("3 of 3 ") and "because 'x' of" in found[0]
     assert len(steps.engine.graphs.inputs.kept) == 2
+
+
+@pytest.mark.parametrize(("num_epochs", "is_told"), [(1, True), (2, False)])
+def test_a_run_says_at_its_end_if_most_graphs_were_new(
+    num_epochs: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs = []
+    for seed in range(3):
+        graphs.append(make_data().data)
+        torch.manual_seed(seed)
+        graphs[-1].edge_index = torch.randint(0, graphs[-1].num_nodes, (2, 120))
+    trainer = make_trainer(1, 3, max_epochs=num_epochs, limit_val_batches=0)
+    trainer.fit(make_module(), DataLoader(graphs, batch_size=None))
+    found = [one for one in caplog.messages if "training steps ran exactly" in one]
+    assert len(found) == is_told
+    for one in found:
+        assert one.startswith("3 of 3 ") and "'edge_index'" in one and "partitioned anew" in one
 
 
 COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {

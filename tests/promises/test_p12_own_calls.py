@@ -105,6 +105,12 @@ def attack(net: Net, data: Data) -> list[Tensor]:
     return [one.clone() for one in found if one is not None]
 
 
+def traced(net: Net, data: Data) -> list[Tensor]:
+    with torch.inference_mode(False), torch.no_grad():
+        args = data.x.clone(), data.edge_index.clone()
+        return [torch.jit.trace(net.eval(), args, check_trace=False)(*args)]
+
+
 HABITS: dict[str, Habit] = {
     "plain": plain,
     "a part of the graph": of_a_part,
@@ -113,6 +119,7 @@ HABITS: dict[str, Habit] = {
     "noise in evaluation": noisy("randn"),
     "gradients of inputs": of_inputs,
     "an attack": attack,
+    "traced": traced,
 }
 
 
