@@ -4,7 +4,7 @@ An option that has no effect beside the given ones, on any devices and any graph
 Options are not refused if they
 
 - only have no effect on the present devices, so that a script runs on one device and on eight:
-  `cut_codec` and `repeat_encoder` with num_stages="auto", `start_method`, `timeout`;
+  `cut_codec`, `repeat_encoder` and `weights` with num_stages="auto", `start_method`, `timeout`;
 - have no effect with `num_chunks=1`, the exact baseline of scripts: one warning names them;
 - ask for what happens anyway: `self_check=False`, `balance="uniform"`, and the callback
    `StalenessWarmup` if every step is exact.
@@ -36,6 +36,7 @@ from lightning_gnnpipe.types import (
     RepeatOption,
     StalenessName,
     StartMethod,
+    Weights,
 )
 
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -45,6 +46,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "start_method": get_args(StartMethod),
     "staleness": get_args(StalenessName),
     "history_dtype": get_args(DtypeName),
+    "weights": get_args(Weights),
 }
 _OTHER_VALUES: dict[str, Any] = {
     "partition": Tensor,
@@ -72,6 +74,7 @@ class StrategyOptions:
     cut_codec: CodecOption = "fp32"
     async_halo: bool = False
     repeat_encoder: RepeatOption = "auto"
+    weights: Weights = "whole"
     recompute: bool = False
     history_dtype: torch.dtype | DtypeName | None = None
     history_device: torch.device | str | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from datetime import timedelta
 from functools import partial
@@ -41,6 +42,7 @@ from lightning_gnnpipe.types import (
     RepeatOption,
     StalenessName,
     StartMethod,
+    Weights,
 )
 
 
@@ -86,6 +88,10 @@ class GNNPipeStrategy(LightningStrategy):
             such as GCNII's X_0, instead of receiving it. True: wherever that is possible. "auto":
             where it sends fewer bytes and uses at most 128 weights for each byte of a node's value.
             Not for batches of many graphs.
+        weights: "whole": every rank holds and updates all weights, and stages send each other their
+            gradients, as under DDP. "staged": a rank holds and updates the weights of its own
+            stage, all other weights are empty there, and no gradients travel: for wide layers on
+            small graphs. See `gathered`.
         recompute: Recompute activations in backward instead of keeping them: less memory, more
             time, the same numbers, dropout included.
         history_dtype: Dtype of histories, such as `torch.bfloat16`. None: as computed.
@@ -123,6 +129,7 @@ class GNNPipeStrategy(LightningStrategy):
         cut_codec: CodecOption = "fp32",
         async_halo: bool = False,
         repeat_encoder: RepeatOption = "auto",
+        weights: Weights = "whole",
         recompute: bool = False,
         history_dtype: torch.dtype | DtypeName | None = None,
         history_device: torch.device | str | None = None,
@@ -173,6 +180,15 @@ class GNNPipeStrategy(LightningStrategy):
         """Return the stale reads of the last training step, by layer; call on every rank."""
         return self.engine.last_step.staleness()
 
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Have whole weights on every rank within the block, with `weights="staged"`; collective.
+
+        Changes in place that all ranks make are kept. With `weights="whole"` it does nothing.
+        """
+        with self._host.gathered():
+            yield
+
     def plan(self, module: pl.LightningModule, data: Any, **options: Any) -> PipelinePlan:
         """Return the stages, and the time and memory of a step; see `plan_pipeline`."""
         return plan_pipeline(module, data, self.options, **options)
@@ -205,11 +221,11 @@ class GNNPipeStrategy(LightningStrategy):
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        check_optimizers(self.optimizers)
+        check_optimizers(self.optimizers, is_staged=self._host.is_staged)
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        check_scaling(self.precision_plugin, self.options.async_halo)
+        check_scaling(self.precision_plugin, self.options.async_halo, self._host.is_staged)
 
     def process_dataloader(self, dataloader: object) -> object:
         return self._replicas.process_dataloader(dataloader)
@@ -313,7 +329,19 @@ class GNNPipeStrategy(LightningStrategy):
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         self._checkpoints.begin_load_of_weights()
-        super().load_model_state_dict(checkpoint, strict)
+        with self.gathered():
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        self._host.drop_foreign_states()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        with self.gathered():
+            return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._host.whole_state(optimizer, super().optimizer_state(optimizer))
 
     def remove_checkpoint(self, filepath: PathLike) -> None:
         super().remove_checkpoint(filepath)

@@ -24,6 +24,7 @@ CHUNKS_PER_STAGE = 4  # num_chunks="auto"; as in all experiments of GNNPipe (arX
 PartitionMethod = Literal["metis", "random", "contiguous"]
 Partition = PartitionMethod | Tensor
 StartMethod = Literal["popen", "fork"]
+Weights = Literal["whole", "staged"]
 CodecName = Literal["fp32", "bf16", "int8", "int1"]
 CodecOption = CodecName | tuple[CodecName, CodecName]  # of rows, and of their gradients
 DtypeName = Literal["bfloat16", "float16", "float32", "float64"]

@@ -152,6 +152,18 @@ class Collectives:
             dist.all_gather_object(values, value, group=self.members.group)
         return values
 
+    def gather_objects(self, value: T) -> list[T]:
+        """Return the picklable values of all ranks on the first one, else this rank's own."""
+        if not self.has_others:
+            return [value]
+        first, what = self.members.ranks[0], "gather to the first rank"
+        values: list[Any] = [None] * len(self.members.ranks)
+        self.meet(what)
+        with self.explained(what):
+            is_first = self.world.rank == first
+            dist.gather_object(value, values if is_first else None, first, self.members.group)
+        return values if is_first else [value]
+
     def over(
         self,
         tensor: Tensor,

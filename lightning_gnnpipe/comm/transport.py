@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -116,6 +117,19 @@ class Transport(Collectives):
         """Sum `tensor` over the shards of this stage, in place."""
         with self.waiting():
             self._shards.all_reduce(tensor, kind)
+
+    def sum_over_stages(self, tensor: Tensor, stages: Sequence[int], kind: TrafficKind) -> None:
+        """Sum `tensor` over some stages of this shard, in place: the first sums, and answers."""
+        first, *rest = [self.mesh.rank_of(stage) for stage in stages]
+        if self.mesh.rank != first:
+            self.exchange(kind, [(first, tensor)], [])()
+            [total] = self.exchange(kind, [], [(first, torch.empty_like(tensor))])()
+            tensor.copy_(total)
+            return
+        empty = [(rank, torch.empty_like(tensor)) for rank in rest]
+        for part in self.exchange(kind, [], empty)():
+            tensor += part
+        self.exchange(kind, [(rank, tensor) for rank in rest], [])()
 
     def exchange(
         self,

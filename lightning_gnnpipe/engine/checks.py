@@ -70,7 +70,8 @@ class EngineChecks:
         if vector.numel() < self._options.chunks.expected:  # too small to be cut
             return call
         if self._is_one is None:
-            self._is_one = is_one_graph(self._model.module, call)
+            with self._model.gathered():
+                self._is_one = is_one_graph(self._model.module, call)
         return replace(call, is_one_graph=self._is_one)
 
     @property

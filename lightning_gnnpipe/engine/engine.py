@@ -103,13 +103,16 @@ class PipelineEngine:
 
     def _is_pipelined(self) -> bool:
         """Whether a call of the module belongs to the pipeline; equal on all ranks in a step."""
+        has_grads, caller = torch.is_grad_enabled(), self.step.caller
         if torch.jit.is_tracing():
-            return False
-        if self.step.caller == "training":
-            return torch.is_grad_enabled()
-        if self.step.caller is None or torch.is_grad_enabled():
-            return False
-        return not any(one.training for one in self.model.module.modules())
+            is_pipelined = False
+        elif caller == "evaluation" and not has_grads:
+            is_pipelined = not any(one.training for one in self.model.module.modules())
+        else:
+            is_pipelined = caller == "training" and has_grads
+        if self.model.staged is not None and not is_pipelined:
+            self.model.staged.check_whole()
+        return is_pipelined
 
     def attach(self) -> None:
         """Put the pipeline behind the module's method."""
@@ -179,7 +182,8 @@ class PipelineEngine:
                 if not max(self.transport.meet("evaluate the module", [has_drawn]))[0]:
                     return mode.finish(outputs, call)
                 self.model.note_random(mode)
-            return self.method.own()(*args, **kwargs)
+            with self.model.gathered():
+                return self.method.own()(*args, **kwargs)
         finally:
             if key is not None:
                 self.identity.end_pass()
@@ -201,7 +205,8 @@ class PipelineEngine:
     def share_gradients(self, root: nn.Module) -> None:
         """Give all ranks equal gradients of all weights of `root`; collective."""
         if self.transport.world.is_distributed and not self.model.is_accumulating:
-            share_gradients(self.transport, root, self.model.of_stages_only(root))
+            own = self.model.of_stages_only(root)
+            share_gradients(self.transport, root, own, self.model.staged)
             self.last_step.recount()
 
     @property

@@ -9,7 +9,7 @@ parameters and buffers are no leaves; each stage reads them whole.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterator, Mapping
 from operator import attrgetter
 
 import torch
@@ -28,6 +28,7 @@ class HeldTensors:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._known: dict[Hashable, tuple[tuple[str, ...], int]] = {}
+        self.left_out: Container[Tensor] = ()  # weights that not every rank holds
 
     def attach(self, call: Call) -> Call:
         """Return the call with these tensors as more leaves."""
@@ -65,7 +66,8 @@ class HeldTensors:
         for prefix, owner in owners_of(self._module):
             held: Mapping[str, Tensor | None] = owner._parameters | owner._buffers
             for name, one in held.items():
-                if one is not None and one.dim() and one.layout is torch.strided:
+                is_plain = one is not None and one.dim() and one.layout is torch.strided
+                if one is not None and is_plain and one not in self.left_out:
                     yield f"{prefix}.{name}".removeprefix("."), one
 
 

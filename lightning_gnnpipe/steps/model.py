@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -38,6 +39,7 @@ from lightning_gnnpipe.stages import (
 from lightning_gnnpipe.steps.gradient_sums import GradientSums
 from lightning_gnnpipe.steps.modes import Key, Mode, check_leaves, check_norms, reads_key, trace_key
 from lightning_gnnpipe.steps.partitioner import EngineOptions, Measure
+from lightning_gnnpipe.steps.staged_weights import StagedWeights
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +82,7 @@ class PipelinedModel:
         self._of_head: set[str] = set()  # weights that only the head uses, on every rank
         self.matrices = Matrices()  # sparse matrices among the arguments
         self._held, self._guard = HeldTensors(module), Guard(module)
+        self.staged: StagedWeights | None = None  # the weights that only their stages hold
         self.is_accumulating = False  # if so, replicas do not average gradients
 
     @property
@@ -102,8 +105,9 @@ class PipelinedModel:
             if key is None and self.is_split:
                 self._note_change()
             if key is None or not self._modes[key].stages:
-                key = self._trace_all(call, inputs, also_train=also_train)
-                self._assign_layers(inputs, measure)
+                with self.gathered():
+                    key = self._trace_all(call, inputs, also_train=also_train)
+                    self._assign_layers(inputs, measure)
         self._modes[key] = mode = self._modes.pop(key)  # now most recently used
         self._note_arguments(call)
         return mode
@@ -151,9 +155,26 @@ class PipelinedModel:
         own = text_fingerprint(repr((self._guard.state().text, shapes)))
         return self._transport.broadcast_object(own)  # some options differ between processes
 
+    def gathered(self) -> AbstractContextManager[None]:
+        """Have whole weights on every rank within the block; collective."""
+        return nullcontext() if self.staged is None else self.staged.gathered()
+
     def gradient_sums(self) -> GradientSums:
         """Return the sums for one pass, of the weights that stages have now."""
-        return GradientSums(self.module, self._users_in_stages, self._transport)
+        return GradientSums(self.module, self._users_in_stages, self._transport, self.staged)
+
+    def _assign_weights(self, staged: StagedWeights) -> None:
+        """Let stages hold their weights, but not arguments of layers or parts used outside."""
+        named, own = dict(self.module.named_parameters()), self.of_stages_only(staged.root)
+        leaves = {name for mode in self._modes.values() for name in mode.layers.weights.values()}
+        inside = set(self.module.modules()) - {self.module}
+        outer = set(staged.root.modules()) - inside - {self.module}
+        parts = (part for one in outer for part in one.children() if part in inside)
+        own -= {id(p) for part in parts for p in part.parameters()}
+        users = self._users_in_stages.items()
+        held = {named[n]: stages for n, stages in users if n in named and n not in leaves}
+        self._held.left_out = staged
+        staged.assign({p: stages for p, stages in held.items() if id(p) in own})
 
     def of_stages_only(self, root: nn.Module) -> set[int]:
         """Return ids of the parameters that neither the head nor other modules of `root` use."""
@@ -267,6 +288,8 @@ class PipelinedModel:
         check_norms(found.norms | found.batch_norms, self._users_in_stages)
         if is_first_time:
             self._tell_split([self._modes[key] for key, _ in modes], inputs)
+        if self.staged is not None:
+            self._assign_weights(self.staged)
         while len(self._modes) > _NUM_MODES:
             del self._modes[next(iter(self._modes))]
 

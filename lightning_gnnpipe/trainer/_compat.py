@@ -16,7 +16,7 @@ from lightning.fabric.utilities import cloud_io, distributed
 from lightning.fabric.utilities import types as fabric_types
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as pl_callbacks
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.strategies import ParallelStrategy, launchers
 from torch import nn
 
@@ -33,6 +33,8 @@ reduce_over = distributed._sync_ddp_if_available
 
 # The class `WeightAveraging`; nothing before Lightning 2.6.
 WEIGHT_AVERAGING: Any = getattr(pl_callbacks, "WeightAveraging", ())
+# Callbacks that read or change all weights in each step.
+READERS = StochasticWeightAveraging, ModelPruning, WEIGHT_AVERAGING
 
 
 def average_of(callback: Callback) -> nn.Module | None:

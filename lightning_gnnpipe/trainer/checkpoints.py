@@ -122,6 +122,9 @@ class Checkpoints:
     ) -> None:
         """Write the checkpoint by `write` on rank 0, and the histories beside it on all ranks."""
         processes, is_first = self._processes, self._strategy.is_global_zero
+        if processes.is_interrupted and self._host.is_staged:
+            log.error("No checkpoint saved: the weights of other stages are gone.")
+            return
         if processes.is_interrupted:  # without other ranks, and so without histories
             state = self._run_state()
             if state is not None and "optimizer_states" in checkpoint:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,18 +15,20 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelSummary, TQDMProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_gnnpipe.engine import PipelineEngine, RunState, SavedRun
 from lightning_gnnpipe.errors import ConfigError, Fallbacks
 from lightning_gnnpipe.layers import check_support
 from lightning_gnnpipe.options import StrategyOptions
+from lightning_gnnpipe.passing import replace_attributes
 from lightning_gnnpipe.report import describe_stages, format_stages
 from lightning_gnnpipe.stages import Stage, as_written, find_pipelined, refuse_uncalled
-from lightning_gnnpipe.steps import Controls
+from lightning_gnnpipe.steps import Controls, StagedWeights
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer.processes import Processes
 from lightning_gnnpipe.trainer.random_state import random_number, random_state, set_random_state
-from lightning_gnnpipe.trainer.refuse import check_sync, refuse_evaluations
+from lightning_gnnpipe.trainer.refuse import check_averages, check_sync, refuse_evaluations
 from lightning_gnnpipe.trainer.replicas import Replicas
 
 log = logging.getLogger(__name__)
@@ -68,6 +70,31 @@ class EngineHost:
     def is_running(self) -> bool:
         return self._engine is not None
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether stages hold their own weights alone in this run."""
+        return self._staged is not None
+
+    @property
+    def _staged(self) -> StagedWeights | None:
+        return None if self._engine is None else self._engine.model.staged
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Have whole weights on every rank within the block."""
+        is_alone = self._engine is None or self._processes.is_interrupted
+        return nullcontext() if is_alone else self.engine.model.gathered()
+
+    def whole_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the `state` of `optimizer`, whole on the first rank."""
+        if self._staged is None or self._processes.is_interrupted:
+            return state
+        return self._staged.whole_state(optimizer, state)
+
+    def drop_foreign_states(self) -> None:
+        """Drop optimizer states of weights that this rank does not hold."""
+        if self._staged is not None:
+            self._staged.drop_states()
+
     def attach(self, trainer: pl.Trainer, resumed: ResumedRun | None) -> None:
         """Make the engine of one run."""
         module, options = trainer.lightning_module, self._options
@@ -99,6 +126,12 @@ class EngineHost:
         )
         self._engine = engine
         self._processes.signals.begin_run()
+        if options.weights == "staged" and is_fitting and transport.mesh.num_stages > 1:
+            check_averages(trainer, module)
+            optimizers = partial(getattr, self._strategy, "optimizers")
+            staged = engine.model.staged = StagedWeights(module, transport, optimizers)
+            clip = {"clip_grad_by_norm": staged.clip_by_norm}
+            self._patched.enter_context(replace_attributes(self._strategy.precision_plugin, clip))
         engine.attach()
         if resumed is not None:
             engine.resume(run)
@@ -125,6 +158,8 @@ class EngineHost:
             engine.detach()
             if engine.options.is_fitting:
                 self.last_run = engine.run_state().without_histories()
+            if (staged := engine.model.staged) is not None:
+                staged.lose() if is_interrupted else staged.make_whole()
         finally:
             self._patched.close()
         if not is_interrupted:

@@ -5,18 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NoReturn
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins import Precision
+from torch import nn
+from torch.nn.utils.prune import is_pruned
 from torch.optim import Optimizer
 
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
+from lightning_gnnpipe.trainer import _compat
+
+_WHOLE = "Use GNNPipeStrategy(weights='whole'), the default."
 
 
-def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers that evaluate the loss several times per step."""
+def check_optimizers(optimizers: Iterable[Optimizer], *, is_staged: bool) -> None:
+    """Refuse optimizers that evaluate the loss several times per step, or may need all weights."""
     for optimizer in optimizers:
+        kind = type(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
-            refuse_evaluations(type(optimizer).__name__)
+            refuse_evaluations(kind.__name__)
+        names = [base.__module__ for base in kind.__mro__ if base not in (Optimizer, object)]
+        if is_staged and not any(name.startswith("torch.optim.") for name in names):
+            _refuse(
+                "an optimizer of torch.optim, which updates each weight alone, with "
+                "weights='staged'",
+                f"{kind.__name__}, which may need all weights of a step",
+                _WHOLE,
+            )
+
+
+def check_averages(trainer: pl.Trainer, module: nn.Module) -> None:
+    """Refuse callbacks that read all weights in each step, where stages hold their own alone."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    found = [type(one).__name__ for one in callbacks if isinstance(one, _compat.READERS)]
+    found += ["torch.nn.utils.prune"] if is_pruned(module) else []
+    if found:
+        _refuse("callbacks that read no weights, with weights='staged'", found[0], _WHOLE)
 
 
 def refuse_evaluations(name: str) -> NoReturn:
@@ -28,8 +52,17 @@ def refuse_evaluations(name: str) -> NoReturn:
     )
 
 
-def check_scaling(plugin: Precision, is_async: bool) -> None:
-    """Refuse loss scaling with async shards: the last step's gradients had another scale."""
+def check_scaling(plugin: Precision, is_async: bool, is_staged: bool) -> None:
+    """Refuse loss scaling with async shards: the last step's gradients had another scale.
+
+    And with weights in stages, which would each find their own overflows.
+    """
+    if is_staged and getattr(plugin, "scaler", None) is not None:
+        _refuse(
+            "weights='staged' without loss scaling",
+            'precision="16-mixed", whose overflows all stages must see',
+            "Use precision=\"bf16-mixed\", or GNNPipeStrategy(weights='whole').",
+        )
     if is_async and getattr(plugin, "scaler", None) is not None:
         _refuse(
             "async_halo=True without loss scaling",
