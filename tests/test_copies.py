@@ -23,6 +23,7 @@ from torch.nn.utils import parametrizations, weight_norm
 from torch.optim.swa_utils import AveragedModel
 from torch_geometric.data import Data
 
+from tests.helpers.cases import covering
 from tests.helpers.trainers import datamodule, make_trainer
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -131,9 +132,9 @@ class Copies(Module):
 
 
 @pytest.mark.some_cases(2)
-@pytest.mark.parametrize("how", COPIES)
-def test_a_copy_has_a_life_of_its_own(how: str) -> None:
-    ours = assert_as_plain(lambda: Copies(how), 1)
+@pytest.mark.parametrize(("how", "num_stages"), covering(COPIES, [1, 2]))
+def test_a_copy_has_a_life_of_its_own(how: str, num_stages: int) -> None:
+    ours = assert_as_plain(lambda: Copies(how), num_stages)
     assert len(ours.seen) == 9 and all(not out.any() for out in ours.seen[2::3])
 
 
@@ -383,7 +384,7 @@ AS_PLAIN: list[tuple[Make, int, int]] = [  # with so many stages and shards
     (partial(Tied, True), 1, 2),
     *((partial(Normed, how), n, 1) for how in ("new", "orthogonal") for n in (1, 2)),
     (partial(Normed, "old"), 1, 1),
-    (Swapped, 1, 1),
+    *((Swapped, n, 1) for n in (1, 2)),
     *((kind, n, 1) for kind in (Reloads, Cast) for n in (1, 2)),
 ]
 

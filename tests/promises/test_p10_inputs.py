@@ -170,6 +170,9 @@ NEW_EACH_STEP: dict[str, Callable[[Tensor], Tensor]] = {
     "label embedding": lambda x: (
         ENCODER(x) + LABEL_TABLE(torch.where(torch.rand(N) < 0.5, LABELS, 2))
     ),
+    "masked": lambda x: ENCODER(x).masked_fill(torch.rand(N, 1) < 0.5, 0.0),
+    "noise beside weights": lambda x: TABLE.weight + torch.rand(N, WIDTH),
+    "random rows of a table": lambda x: TABLE(torch.randint(N, (N,))),
     "a generator of the user's module": lambda x: ENCODER(x + torch.from_numpy(RNG.random((N, 1)))),
 }
 
@@ -212,6 +215,8 @@ COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {
     "encoder": lambda x: ENCODER(x).relu(),
     "table": lambda x: TABLE.weight,
     "rows of a table": lambda x: TABLE(torch.arange(N)),
+    "joined": lambda x: torch.cat([ENCODER(x)[:, :1], TABLE.weight[:, 1:]], dim=1),
+    "beside features": lambda x: TABLE.weight + x,
     "norms": lambda x: F.layer_norm(F.batch_norm(ENCODER(x), None, None, training=True), (WIDTH,)),
 }
 
