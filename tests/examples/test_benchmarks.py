@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -81,25 +79,6 @@ def test_exact_training_equals_a_plain_trainer(published: Modules, name: str) ->
         torch.set_default_dtype(before)
 
 
-def test_the_table_says_what_is_out_of_bounds(published: Modules) -> None:
-    [setting] = published["settings"].read_settings("cora-gcn")
-
-    def described(**tests: list[float]) -> list[str]:
-        rows = [
-            {"method": method, "seed": str(seed), "test": str(test), "epochs": "200"}
-            for method, found in {**tests, "compare": [0.0]}.items()
-            for seed, test in enumerate(found)
-        ]
-        rows = [{**row, "cpu_s": "9", "difference": "1.0e-16", "device": "cpu"} for row in rows]
-        return published["accuracies"].describe(setting, rows)
-
-    near = described(exact=[81.6, 82.0], pipeline=[81.2])
-    assert near[4:8] == ["81.8 ± 0.3", "81.2", "+0.3", "-0.4"]
-    far = described(exact=[81.6, 82.0], pipeline=[81.0])
-    assert far[7] == "-0.6, beyond the bound"
-    assert described(exact=[82.3])[6] == "+0.8, beyond the bound"
-
-
 def options(**given: object) -> Namespace:
     usual = {"datasets": ["Cora"], "partitions": ["contiguous", "metis"], "chunks": [1, 2, 4]}
     usual |= {"methods": ["dropped", "constant"], "warmup": 10, "epochs": 5, "seeds": [0, 1]}
@@ -154,38 +133,6 @@ def parse(program: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: str) -> 
     monkeypatch.setattr("sys.argv", ["main.py", "--modes", *modes, *words])
     found: Namespace = program.parse_options()
     return found
-
-
-def test_steps_of_all_rounds_and_calls_are_kept(
-    multi_host: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    program, results = multi_host, tmp_path / "figures.json"
-    words = "--rates", "none", "100", "--rounds", "2", f"--results={results}"
-    options = parse(program, monkeypatch, *words)
-    walls = iter([9.0, 4.0, 8.0, 1.0, 2.0, 9.0, 5.0, 8.0, 3.0, 2.0, 9.0, 6.0, 8.0, 2.0, 2.0])
-    measured = {"bytes_by_kind": {"forward": 7}, "bubble_frac": 0.0}
-    measured["matmul"] = {"gflop_per_s": 1.0, "error": 0.0}
-
-    def measure(mode: str, _: int, rates: list[str], __: Any) -> dict[str, Any]:
-        return {rate: {"steps": [[[next(walls), 0.5, 0]]], **measured} for rate in rates}
-
-    monkeypatch.setattr(program, "measure", measure)
-    known: dict[str, Any] = {}
-    for rounds in (2, 1):
-        options.rounds = rounds
-        program.check_settings(options, known)
-        program.measure_all(options, known)
-        known = json.loads(results.read_text())
-    known.pop("settings")
-    rows = {(row["mode"], row["rate"]): row for row in program.collect(known)}
-    assert rows["graph fp32", "none"]["step_s"] == 5.0  # of 4, 5 and 6
-    assert rows["graph fp32", "none"]["spread_s"] == (4.0, 6.0)
-    assert rows["pipe fp32", "none"]["step_s"] == 2.0  # of 1, 3 and 2
-    table = [program.row_of(row, list(rows.values())) for row in rows.values()]
-    assert [row[4] for row in table if row[1:3] == ["none", "pipe fp32"]] == ["2.50"]
-    picture = tmp_path / "figures.png"
-    program.draw(list(rows.values()), picture)
-    assert picture.stat().st_size > 0
 
 
 @pytest.mark.parametrize("other", [["--matmul", "medium"], ["--chunks", "8"], ["--default-malloc"]])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import io
 import os
 import pickle
 import time
@@ -18,7 +17,6 @@ import torch
 from graphs import cache_dir, link_raw_files, load_graph
 from images import ImageGraphs, find_cifar10, load_digits_images, load_images
 from molecule_sets import draw_molecule, load_molecules
-from PIL import Image
 from torch_geometric.data import Data
 from torch_geometric.utils import contains_self_loops, is_undirected
 
@@ -145,27 +143,6 @@ def test_cifar_is_read_from_its_python_files(tmp_path):
         assert torch.equal(pixels[:, 5, 5, 0].long(), labels)
         assert (pixels[:, 0, 1, 0] == 7).all() and (pixels[..., 1:] == 0).all()
     assert sorted(set(train[1].tolist())) == [1, 2, 3, 4, 5]
-
-
-def test_cifar_is_read_from_arrays_of_compressed_images(tmp_path):
-    folder = tmp_path / "extras" / "CIFAR10_jpeg"
-    folder.mkdir(parents=True)
-    for split, number in (("train", 6000), ("test", 3)):
-        files = []
-        for level in range(number):
-            buffer = io.BytesIO()
-            Image.new("RGB", (32, 32), (level % 256, 0, 0)).save(buffer, "JPEG", quality=95)
-            files.append(buffer.getvalue())
-        np.savez(
-            folder / f"{split}.npz",
-            jpeg=np.frombuffer(b"".join(files), np.uint8),
-            offsets=np.cumsum([0, *map(len, files)]),
-            labels=np.arange(number) % 10,
-        )
-    train, val, test = load_images("cifar10", str(tmp_path))
-    assert [len(labels) for _, labels in (train, val, test)] == [1000, 5000, 3]
-    levels = test[0][:, 16, 16, 0].long()
-    assert (levels - test[1]).abs().max() <= 3  # compressed with losses
 
 
 def has_group(graph: Data) -> bool:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 from tests.helpers.scripts import ROOT, fixture_of, modules_of
 
@@ -64,31 +62,6 @@ def test_one_run_with_rows_on_the_host(gpu: dict[str, ModuleType], tmp_path: Pat
     assert found.keys() == {"step_s", "peak_mib"} and found["step_s"] > 0, found
 
 
-def test_tables_say_what_failed(
-    gpu: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def train_once(**options: Any) -> dict[str, Any]:
-        if options.get("mode") == "csr":
-            raise RuntimeError("failed:\ntorch.OutOfMemoryError: CUDA out of memory.")
-        return {"step_s": [0.5, 1.5, 1.0], "peak_mib": 7.0, "base_mib": 2.0}
-
-    main = gpu["main"]
-    monkeypatch.setattr(main, "train_once", train_once)
-    bench = main.Bench(options_of(main, tmp_path))
-    times = {row["setting"]: row for row in bench.times()}
-    assert times["K = 2"]["step_s"] == 1.0 and times["K = 2"]["peak_mib"] == 5.0
-    assert times["PyG, CSR"]["error"] == "out of memory"
-    largest = {row["setting"]: row for row in bench.largest()}
-    assert largest["K = 2"]["nodes"] == 300
-    assert largest["PyG, CSR"]["then"] == "300: out of memory"
-    bench.end = time.monotonic()
-    assert bench.host()[0]["error"] == "not run: the time was up"
-    main.save(tmp_path, "times", list(times.values()))
-    main.draw(tmp_path, "times", list(times.values()))
-    assert "out of memory" in (tmp_path / "times.md").read_text()
-    assert (tmp_path / "times_step_s.png").stat().st_size > 0
-
-
 def test_codecs_and_kernels_are_measured(gpu: dict[str, ModuleType], tmp_path: Path) -> None:
     bench = gpu["main"].Bench(options_of(gpu["main"], tmp_path))
     assert [row["setting"] for row in bench.codecs()] == ["copy", "bf16", "int8", "int1"]
@@ -96,34 +69,3 @@ def test_codecs_and_kernels_are_measured(gpu: dict[str, ModuleType], tmp_path: P
     assert {row["rows"] for row in rows} == {"all", "one chunk of 32"}
     assert all(row["repeats"] for row in rows if row["kernel"] == "the package's")
     assert len(gpu["kernels"].as_table(rows)) == len(rows) == 4 * 2 * 5
-
-
-def test_runs_on_a_gpu_are_set_up_together_and_train_one_by_one(
-    gpu: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[str] = []
-
-    def train_once(turn: Path, mode: str, **_: Any) -> dict[str, Any]:
-        if mode == "fails":
-            raise RuntimeError("failed")
-        events.append("set up")
-        turn.touch()
-        while turn.exists():
-            time.sleep(0.001)
-        events.append(f"{mode} begins")
-        time.sleep(0.05)
-        events.append(f"{mode} ends")
-        return {"step_s": [1.0], "peak_mib": 1.0, "base_mib": 0.0}
-
-    main = gpu["main"]
-    monkeypatch.setattr(main, "train_once", train_once)
-    bench = main.Bench(options_of(main, tmp_path))
-    bench.device = torch.device("cuda")
-    modes = ["a", "fails", "b"]
-    rows = bench.train_each([{"setting": m} for m in modes], [{"mode": m} for m in modes])
-    assert events == ["set up", "set up", "a begins", "a ends", "b begins", "b ends"]
-    assert [(row["setting"], row.get("error")) for row in rows] == [
-        ("a", None),
-        ("fails", "failed"),
-        ("b", None),
-    ]

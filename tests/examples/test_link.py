@@ -57,8 +57,7 @@ def clock(link: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-@pytest.mark.parametrize("message_s", [1e-5, 2e-3, 0.04])
-@pytest.mark.parametrize("gbit_per_s", [0.01, 0.1, 1.0, 10.0, 100.0])
+@pytest.mark.parametrize(("gbit_per_s", "message_s"), [(0.01, 0.04), (1.0, 2e-3), (100.0, 1e-5)])
 def test_a_link_that_keeps_to_the_formula_is_found(
     link: ModuleType, clock: Clock, gbit_per_s: float, message_s: float
 ) -> None:
