@@ -237,7 +237,10 @@ def is_communication_error(error: BaseException) -> bool:
 
 def cause_of(error: BaseException | None) -> str | None:
     """Return type and text of `error`, to send to other ranks."""
-    return None if error is None else f"{type(error).__name__}: {error}"
+    try:
+        return None if error is None else f"{type(error).__name__}: {error}"
+    except Exception:  # of the user's own __str__
+        return type(error).__name__
 
 
 def bring(place: Tensor, target: Tensor) -> None:

@@ -62,6 +62,11 @@ def gather():
     current.lightning_module.log("seen", torch.ones(1), sync_dist=True)
 
 
+class Nameless(Exception):
+    def __str__(self):
+        raise ValueError("no words for it")
+
+
 MISTAKE = KeyError("the user's mistake")
 MEMORY = torch.OutOfMemoryError("out of memory on purpose")
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -72,6 +77,7 @@ WAYS = {  # and names of signals
     "exit": lambda: sys.exit("enough of it"),
     "stall": lambda: time.sleep(300),
     "memory": lambda: throw(MEMORY),
+    "nameless": lambda: throw(Nameless()),
     "no space": lambda: setattr(sidecar, "write_stage", lambda *_: throw(FULL)),
     "no space on the way": lambda: setattr(Transport, "_encode", lambda *_: throw(MEMORY)),
     "forward": torch.no_grad()(
@@ -261,6 +267,7 @@ MEMORY = "out of memory on purpose"
         # Nothing may end by a timeout of ten minutes.
         ("exit", 1, "popen", 600, "Rank 1 failed: SystemExit: enough of it"),
         ("memory", 1, "fork", 600, f"Rank 1 failed: OutOfMemoryError: {MEMORY}"),
+        ("nameless", 1, "fork", 600, "Rank 1 failed: Nameless"),
         ("no space", 1, "fork", 600, "Rank 1 failed: .*No space left on device"),
         ("no space on the way", 0, "fork", 600, f"Rank 0 failed: OutOfMemoryError: {MEMORY}"),
         ("raise while others meet", 1, "popen", 600, f"Rank 1 failed: KeyError: .{MISTAKE}"),
