@@ -28,8 +28,8 @@ class Overflows(torch.autograd.Function):
     is_on = False
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor) -> Tensor:
-        return h.clone()
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
@@ -38,14 +38,14 @@ class Overflows(torch.autograd.Function):
 
 class First(gnn.GATv2Conv):
     def forward(self, *args: Any) -> Tensor:
-        return Overflows.apply(super().forward(*args))  # type: ignore
+        return super().forward(*args) + Overflows.apply(self.bias)  # type: ignore
 
 
 class Converts(Realistic):
     """Takes graphs of any dtype; its optimizer does nothing that half precision could not follow.
 
     Args:
-        overflow_at: The step in which gradients of the first layer are infinite.
+        overflow_at: The step in which the gradient of a weight of the first layer is infinite.
         fused: Use an optimizer that looks at the loss scale by itself.
     """
 
@@ -170,7 +170,7 @@ def test_ranks_are_as_close_to_double_precision(
 def test_an_overflow_on_one_stage_skips_the_step(
     num_stages: int, fused: bool, tmp_path: Path
 ) -> None:
-    """The layer whose gradients overflow is that of the first stage alone."""
+    """The weight whose gradient overflows is that of the first stage alone."""
     runs = []
     for number in (0, num_stages):
         folder, module = tmp_path / str(number), seeded(overflow_at=3, fused=fused)
@@ -185,14 +185,14 @@ def test_an_overflow_on_one_stage_skips_the_step(
 
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_loss_scale(tmp_path: Path) -> None:
-    def run(name: str, num_stages: int, overflow_at: int | None, **options: Any) -> Any:
+    def run(name: str, num_stages: int, overflow_at: int, **options: Any) -> Any:
         folder, args = tmp_path / name, precision_args("16-mixed", growth_interval=3)
         witness, module = ScaleWitness(folder), seeded(overflow_at=overflow_at)
         return fit(folder, num_stages, module, witness, **args, **options)[0]
 
     expected = run("0", 0, 1)
     run("a", 2, 1, epochs=3)
-    found = run("b", 2, None, ckpt_path=tmp_path / "a" / "last.ckpt")
+    found = run("b", 2, -1, ckpt_path=tmp_path / "a" / "last.ckpt")
     assert found["MixedPrecision"] == expected["MixedPrecision"]
     scales = [(tmp_path / "b" / f"scales{rank}").read_text() for rank in range(2)]
     assert scales == ["512.0 1024.0 "] * 2
