@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
 from lightning_gnnpipe.errors import UnsupportedError
-from tests.helpers.alike import D, Fits, N, assert_alike, fit, graph
-from tests.helpers.trainers import quiet_trainer, weights
+from tests.helpers.alike import D, N, assert_alike, fit
+from tests.helpers.trainers import weights
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -103,38 +102,8 @@ def test_gps_layers_are_refused() -> None:
         fit(lambda: gnn.Sequential("x, edge_index", [(gps, "x, edge_index -> x")]), num_chunks=3)
 
 
-class TwoPhases(Fits):
-    """Trains the local layers of Polynormer, then the global ones on top."""
-
-    def on_train_epoch_start(self) -> None:
-        self.net._global = self.current_epoch > 1
-
-
-def polynormer() -> nn.Module:
-    rates = {"in_dropout": 0.0, "dropout": 0.0, "global_dropout": 0.0}
-    return gnn.Polynormer(D, 8, 4, local_layers=3, global_layers=2, heads=1, **rates)
-
-
 def of_one_graph(net: Any, data: Data) -> Any:
     return net(data.x, data.edge_index, torch.zeros(N, dtype=torch.int64))
-
-
-def run_phases(num_chunks: int) -> Fits:
-    torch.manual_seed(0)
-    module = TwoPhases(polynormer(), of_one_graph)
-    loader = DataLoader([graph()], batch_size=None)
-    piped = {"num_chunks": num_chunks} if num_chunks else None
-    quiet_trainer(1, piped, max_epochs=4, num_sanity_val_steps=0).fit(module, loader, loader)
-    return module
-
-
-def test_a_global_phase_may_begin_in_mid_training() -> None:
-    plain, exact, chunked = map(run_phases, (0, 1, 3))
-    torch.testing.assert_close(weights(exact), weights(plain), rtol=0, atol=1e-8)
-    chunked.eval()
-    with torch.no_grad():
-        expected = of_one_graph(chunked.net, graph())
-    torch.testing.assert_close(chunked.outputs[0], expected, rtol=0, atol=1e-10)
 
 
 def test_attention_beside_the_layers_runs_on_all_rows() -> None:
@@ -143,11 +112,7 @@ def test_attention_beside_the_layers_runs_on_all_rows() -> None:
 
 
 HABITS = {
-    "a phase that begins in mid-training: Polynormer's local, then global layers": (
-        "works from that step on; the global layers run on all nodes on each device",
-        test_a_global_phase_may_begin_in_mid_training,
-    ),
-    "attention over all nodes beside or behind the layers: `SGFormer`, `Polynormer`": (
+    "attention over all nodes beside or behind the layers: `SGFormer`": (
         "works; it runs on all nodes on each device",
         test_attention_beside_the_layers_runs_on_all_rows,
     ),
