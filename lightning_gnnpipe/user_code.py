@@ -10,8 +10,6 @@ import traceback
 from importlib.util import find_spec
 from types import CodeType, ModuleType
 
-from torch.utils.checkpoint import checkpoint
-
 from lightning_gnnpipe.errors import UnsupportedError, first_line
 
 _PACKAGES = ("torch", "torch_geometric", "lightning", "pytorch_lightning", "torchmetrics", "wandb")
@@ -44,12 +42,6 @@ def _is_users_file(name: str) -> bool:
     if "site-packages" in name or os.path.basename(name).startswith("torch_geometric."):
         return False
     return not name.startswith((*_LIBRARY, *_GENERATED))
-
-
-def is_checkpointed() -> bool:
-    """Whether an activation checkpoint is running, which disables gradients temporarily."""
-    frames = traceback.walk_stack(inspect.currentframe())
-    return any(frame.f_globals.get("__name__") == checkpoint.__module__ for frame, _ in frames)
 
 
 def line_here() -> str:

@@ -267,6 +267,39 @@ class Means(Net):
         return self.convs[1](x - mean, edge_index), mean
 
 
+class Straight(torch.autograd.Function):
+    """Rounds, with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+class Rounds(Net):
+    def between(self, x: Tensor) -> Any:
+        return Straight.apply(x)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.convs[1](self.between(self.convs[0](x, edge_index)), edge_index)
+
+
+class RoundsInPart(Rounds):
+    class Apply(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return Straight.apply(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = self.Apply()
+
+    def between(self, x: Tensor) -> Any:
+        return self.part(x)
+
+
 class Decides(Net):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return super().forward(x, edge_index) if x.max() > 0 else x
@@ -299,6 +332,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "a layer without features": (
         of(WithoutFeatures, "edge_index", "edge_type"),
         r"An RGCNConv has no features \(None\) at .*torch.arange",
+    ),
+    "an own autograd function": (
+        of(Rounds),
+        "forward calls the autograd function Straight, .*submodule without message passing",
+        of(RoundsInPart),
     ),
     "a decision": (of(Decides), "a decision on the values of a tensor"),
 }

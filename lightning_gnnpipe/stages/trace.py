@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
+from torch.utils.checkpoint import CheckpointFunction
 from torch_geometric.nn import Aggregation, DeepGCNLayer
 
 from lightning_gnnpipe._compat_torch import tracing_compiled
@@ -124,4 +125,31 @@ def traceable(module: nn.Module) -> Iterator[None]:
         stack.enter_context(tracing_compiled())
         stack.callback(setattr, kind, "__call__", original)
         kind.__call__ = call  # as plain modules: the original inspects values
+        stack.enter_context(_tracing_functions())
         yield
+
+
+@contextmanager
+def _tracing_functions() -> Iterator[None]:
+    """Trace through activation checkpoints, and refuse other autograd functions, by their names."""
+    function, thread = torch.autograd.Function, get_ident()
+    own = vars(function)["apply"]
+
+    def apply(kind: type, *args: Any) -> Any:
+        has_proxies = any(isinstance(one, fx.Proxy) for one in args)
+        if get_ident() != thread or not has_proxies:
+            return own.__get__(None, kind)(*args)
+        if kind is CheckpointFunction:
+            return args[0](*args[2:])
+        raise UnsupportedError(
+            f"forward calls the autograd function {kind.__name__}, whose backward a trace does not "
+            "see. Call it in the forward of a submodule without message passing, such as:\n"
+            f"    class Apply(nn.Module):\n        def forward(self, x):\n"
+            f"            return {kind.__name__}.apply(x)"
+        )
+
+    function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        function.apply = own  # type: ignore[method-assign]

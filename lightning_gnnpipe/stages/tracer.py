@@ -37,7 +37,7 @@ from lightning_gnnpipe.stages.shapes import (
     is_of_shapes,
     mark,
 )
-from lightning_gnnpipe.user_code import at, is_checkpointed, line_here, user_modules
+from lightning_gnnpipe.user_code import at, line_here, user_modules
 
 _INPLACE_FUNCTIONS = {operator.iadd, operator.imul, operator.isub, operator.itruediv}
 _RANDOM = re.compile("dropout|bernoulli|rand|normal(?!i[sz])|uniform|multinomial|poisson|sampling")
@@ -90,7 +90,7 @@ class Tracer(fx.Tracer):
         return id(m) not in self._traced
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        if _contexts() != self._contexts and not is_checkpointed():
+        if _contexts() != self._contexts:
             raise UnsupportedError(
                 expected="forward to call all layers in one mode of autograd and of autocast",
                 found="torch.no_grad(), torch.enable_grad() or torch.autocast(...) in it",
