@@ -167,7 +167,7 @@ def _measure(
     first = (len(ranked) - num_timed) // 2
     chosen = ranked[first : first + num_timed]
     share = [sum(work for _, work in pieces) / max(work, 1) for _, work in chosen]
-    tensors = [p for segment in segments for p in segment.module.parameters()]
+    tensors: list[Tensor] = [p for one in segments for p in one.module.parameters()]
     leaves = {name for one in segments for name in one.inputs if name.startswith("leaf_")}
     known = [inputs.slice(chunk, leaves) for chunk, _ in chosen]
     tensors += [t for one in known for t in one.values() if isinstance(t, Tensor)]
