@@ -104,7 +104,7 @@ class PipelineEngine:
     def _is_pipelined(self) -> bool:
         """Whether a call of the module belongs to the pipeline; equal on all ranks in a step."""
         has_grads, caller = torch.is_grad_enabled(), self.step.caller
-        if torch.jit.is_tracing():
+        if torch.jit.is_tracing():  # type: ignore[no-untyped-call]
             is_pipelined = False
         elif caller == "evaluation" and not has_grads:
             is_pipelined = not any(one.training for one in self.model.module.modules())
