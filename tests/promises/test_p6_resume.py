@@ -50,7 +50,7 @@ class Net(nn.Module):
         x = self.first(x, edge_index)
         for norm in self.norms:
             h = self.shared(norm(x), edge_index).relu() + x_0
-            x = x + F.dropout(h, 0.3, self.training) - h.mean(0)
+            x = x + F.dropout(h, 0.3, self.training)
         return self.last(x, edge_index) + x_0[:, :3]
 
 
