@@ -61,6 +61,42 @@ def plan_of(module: Any = None, data: Any = None, **options: Any) -> PipelinePla
     return strategy.plan(module or make_module(), data or make_data(), **asked)
 
 
+class Around(NodeClassifier):
+    """Has layers before and after the pipelined module, and a frozen one."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.before = nn.Linear(NUM_FEATURES, NUM_FEATURES)
+        self.after = nn.Linear(NUM_CLASSES, NUM_CLASSES)
+        self.net.lin_out.requires_grad_(False)
+
+    def forward(self, data: Data) -> Tensor:
+        return self.after(self.net(self.before(data.x), data.edge_index))
+
+
+@pytest.mark.some_cases(2)
+@pytest.mark.parametrize(
+    ("num_stages", "num_shards", "repeat"),
+    [(2, 1, False), (2, 1, True), (1, 2, False), (2, 2, False), (2, 2, True)],
+)
+def test_bytes_of_what_lies_around_the_pipelined_module_count(
+    num_stages: int, num_shards: int, repeat: bool, tmp_path: Path
+) -> None:
+    """One stage reads the input, or each that computes the encoder again."""
+    module, data, stats = make_module(kind=Around), make_data(), StatsRecorder(tmp_path)
+    L.seed_everything(0, verbose=False)
+    options = {"graph_parallel": num_shards, "repeat_encoder": repeat}
+    trainer = make_trainer(num_stages * num_shards, 4, stats, max_epochs=2, strategy=options)
+    plan = trainer.strategy.plan(module, data, num_stages=num_stages)
+    trainer.fit(module, FullGraphDataModule(data))
+    counts = torch.load(tmp_path / "bytes.pt")[-1]
+    assert sum(counts.values()) - counts.get("control", 0) == plan.step_bytes
+    copies = num_shards * (num_stages - 1) + 2 * (num_shards - 1)  # from the stage that reads it
+    if repeat:
+        copies = 2 * (num_stages * num_shards - 1)
+    assert counts["input_grad"] == copies * data.x.nbytes
+
+
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize(
     ("num_stages", "num_shards", "repeat", "edges"),

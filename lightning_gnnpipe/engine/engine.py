@@ -317,7 +317,7 @@ class PipelineEngine:
         self._state.end_forward(number, outputs)
         self.num_training_passes += 1
         self._has_record = self._has_record and not is_first
-        slots = [i for i, t in enumerate(call.leaves) if t.requires_grad and i not in call.weights]
+        readers = mode.readers_of(call)
         names, values = mode.layers.outputs, mode.layers.values
         zeros = [(output.new_zeros(()), output.shape) for output in outputs]
 
@@ -331,18 +331,18 @@ class PipelineEngine:
             is_scaled = self.step.loss_scale != 1  # loss scaling: overflows are normal
             self._state.begin_backward(number, [] if is_scaled else grads)
             with without_gradients(self.model.module, absent):
-                leaf_grads = running.backward(grads, slots)
+                leaf_grads = running.backward(grads, readers)
             self._state.end_backward([] if is_scaled else running.gradients())
             record, earlier = running.record(), self.last_step.record
             if self._has_record and earlier is not None:
                 record = record.after(earlier)
             self.last_step.record, self._has_record = record, True
-            pairs = zip(slots, leaf_grads, strict=True)
+            pairs = zip(readers, leaf_grads, strict=True)
             return [None if f"leaf_{slot}" in absent else grad for slot, grad in pairs]
 
         flows = [values[name].requires_grad for name in names]
         flows = flows if any(flows) else [one.is_floating_point() for one in outputs]  # all frozen
-        joined = join(backward, outputs, flows, [call.leaves[slot] for slot in slots])
+        joined = join(backward, outputs, flows, [call.leaves[slot] for slot in readers])
         return mode.finish(joined, call, self._seeds.of_head)
 
     def _infer(

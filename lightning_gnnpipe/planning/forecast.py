@@ -77,6 +77,7 @@ def cut_checked(
 
 def forecast(
     module: nn.Module,
+    root: nn.Module,
     call: Call,
     inputs: Inputs,
     options: ForecastOptions,
@@ -84,7 +85,8 @@ def forecast(
 ) -> PipelinePlan:
     """Cut `module` and the graph of `call`, time each layer on a few chunks, add up a step.
 
-    `time_loss` takes an output of `module` and returns the seconds of loss, metrics and backward.
+    `root` is the LightningModule. `time_loss` takes an output of `module`, and returns the seconds
+    of loss, metrics and backward.
     """
     strategy, num_shards = options.strategy, 1 if options.layout is None else options.layout[1]
     is_cut = options.num_chunks * num_shards > 1
@@ -119,6 +121,7 @@ def forecast(
         _, large_costs = measure(assignment * num_large // options.num_chunks, None)
     measured = Measured(
         module=module,
+        root=root,
         layers=layers,
         costs=costs,
         large_costs=large_costs,
@@ -127,6 +130,11 @@ def forecast(
         edge_index=edge_index,
         kept_edges=edge_index if kept is None else edge_index[:, kept],
         batch_bytes=sum(leaf.nbytes for leaf in call.leaves),
+        leaf_bytes={
+            f"leaf_{slot}": leaf.nbytes
+            for slot, leaf in enumerate(call.leaves)
+            if leaf.requires_grad and slot not in call.weights
+        },
         loss_s=time_loss(_blank_output(module, layers, call, inputs)),
         options=options,
     )

@@ -123,6 +123,7 @@ def plan_pipeline(
     with as_written(module), switched(pipelined, True):
         return forecast(
             pipelined,
+            module,
             call,
             inputs,
             ForecastOptions(
@@ -182,7 +183,7 @@ def _capture(
 
     method.attach(stop)
     try:
-        with as_written(module), switched(module, True), torch.no_grad():
+        with as_written(module), switched(module, True), torch.enable_grad():
             module.training_step(batch, 0)
     except _Captured as captured:
         args, kwargs = captured.args

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from lightning_gnnpipe.stages import (
     check_counts,
     choose_repeated,
     find_users,
+    ids_in_stages,
     solve_balance,
     split_layers,
 )
@@ -67,12 +68,15 @@ class Measured:
     Attributes:
         costs: Of a step in the chunks of `chunks`.
         large_costs: Of a step in one chunk.
+        root: The LightningModule, which `module` is a part of.
+        leaf_bytes: Of the arguments that need gradients, by name.
         assignment: `[num_nodes]` the chunk of each node, on the CPU, as the edges are.
         kept_edges: `edge_index` without the edges that are dropped.
         loss_s: Seconds of loss, metrics and their backward.
     """
 
     module: nn.Module
+    root: nn.Module
     layers: Layers
     costs: StepCosts
     large_costs: StepCosts
@@ -81,6 +85,7 @@ class Measured:
     edge_index: Tensor
     kept_edges: Tensor
     batch_bytes: int
+    leaf_bytes: Mapping[str, int]
     loss_s: float
     options: ForecastOptions
 
@@ -154,7 +159,7 @@ class LayoutForecaster:
             num_chunks=self._num_chunks,
             step_s=step_s,
             bubble_frac=bubble_frac,
-            step_bytes=sent + self._num_shards * self._gradient_bytes(),
+            step_bytes=sent + self._gradient_bytes() + self._input_bytes(),
             memory_bytes=memory,
             fits=options.memory_gib is None or memory <= options.memory_gib * 2**30,
         )
@@ -232,7 +237,7 @@ class LayoutForecaster:
         )
 
     def _shard_bytes(self) -> int:
-        """Return the bytes between shards: halo rows, and gradients of rows and weights."""
+        """Return the bytes of halo rows and their gradients."""
         measured = self._measured
         if self._num_shards == 1:
             return 0
@@ -242,7 +247,7 @@ class LayoutForecaster:
             replicas_per_node=int(self._sizes.received.sum()) / num_nodes,
             num_nodes=num_nodes,
             row_bytes=sum(map(self._halo_row_bytes, measured.costs.layers)),
-            weight_bytes=sent_bytes(measured.module.parameters()),
+            weight_bytes=0,
             num_shards=self._num_shards,
         )
 
@@ -270,14 +275,31 @@ class LayoutForecaster:
         return float(rows.max()) / self._measured.chunks.num_nodes
 
     def _gradient_bytes(self) -> int:
-        """Return the bytes of gradients of weights that stages receive, once for each shard.
+        """Return the bytes of gradients of weights.
 
-        All stages receive the gradients of each. A sum over stages, of weights in several, takes
-        two times as much.
+        The shards of a stage sum those of its weights, and all stages receive them, by shard. A sum
+        takes two times as much as a copy. Of weights outside of stages the first rank sends copies.
         """
-        users, named = self._users, self._measured.module.named_parameters()
-        own = sum(sent_bytes([p]) * (1 + (len(users[n]) > 1)) for n, p in named if n in users)
-        return (len(self._stages) - 1) * own
+        measured, num_shards, total = self._measured, self._num_shards, 0
+        num_others = len(self._stages) - 1
+        for name, p in measured.module.named_parameters():
+            num_users = len(self._users.get(name, ()))
+            if p.requires_grad and num_users:
+                copies = num_others * num_shards * (1 + (num_users > 1))
+                total += sent_bytes([p]) * (2 * num_users * (num_shards - 1) + copies)
+        own = ids_in_stages(measured.module, measured.root, self._users, [measured.layers])
+        outer = (p for p in measured.root.parameters() if p.requires_grad and id(p) not in own)
+        return total + (len(self._stages) * num_shards - 1) * sent_bytes(outer)
+
+    def _input_bytes(self) -> int:
+        """Return the bytes of gradients of arguments: copies of one stage's, or a sum over all."""
+        num_stages, num_shards, total = len(self._stages), self._num_shards, 0
+        for name, num_bytes in self._measured.leaf_bytes.items():
+            num_readers = sum(name in stage.leaves for stage in self._stages)
+            copies = (num_stages - 1) * num_shards + 2 * (num_shards - 1) if num_readers else 0
+            sums = 2 * (num_stages * num_shards - 1)
+            total += num_bytes * (sums if num_readers > 1 else copies)
+        return total
 
     def _weights(self) -> list[list[nn.Parameter]]:
         """Return the parameters of each stage."""

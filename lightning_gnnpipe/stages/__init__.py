@@ -19,6 +19,7 @@ from lightning_gnnpipe.stages.split import (
     check_num_stages,
     find_reached,
     find_users,
+    ids_in_stages,
     names_of_head,
     repeat_costs,
     solve_balance,

@@ -147,6 +147,17 @@ def names_of_head(layers: Layers, module: nn.Module) -> set[str]:
     return set(_names_used(head, module, first_names(module), layers.weights))
 
 
+def ids_in_stages(
+    module: nn.Module, root: nn.Module, users: Collection[str], layers: Iterable[Layers]
+) -> set[int]:
+    """Return ids of the parameters among `users` that no head or other module of `root` uses."""
+    inside, named = set(module.modules()), dict(module.named_parameters())
+    outer = (one for one in root.modules() if one not in inside)
+    shared = {id(p) for one in outer for p in one.parameters(recurse=False)}
+    of_head = set[str]().union(*(names_of_head(one, module) for one in layers))
+    return {id(named[name]) for name in set(users) - of_head if name in named} - shared
+
+
 def _names_used(
     segments: Iterable[Segment],
     module: nn.Module,

@@ -31,6 +31,7 @@ from lightning_gnnpipe.stages import (
     choose_repeated,
     cut_module,
     find_users,
+    ids_in_stages,
     names_of_head,
     solve_balance,
     split_layers,
@@ -178,14 +179,8 @@ class PipelinedModel:
 
     def of_stages_only(self, root: nn.Module) -> set[int]:
         """Return ids of the parameters that neither the head nor other modules of `root` use."""
-        inside = set(self.module.modules())
-        outer = (one for one in root.modules() if one not in inside)
-        shared = {id(p) for one in outer for p in one.parameters(recurse=False)}
-        named, head = dict(self.module.named_parameters()), set[str]()
-        for mode in self._modes.values():
-            head |= names_of_head(mode.layers, self.module)
-        own = self._users_in_stages.keys() - head
-        return {id(named[name]) for name in own if name in named} - shared
+        layers = [mode.layers for mode in self._modes.values()]
+        return ids_in_stages(self.module, root, self._users_in_stages, layers)
 
     def share_statistics(self, *, replaced: bool) -> None:
         """Send running statistics that a pass has updated, or `replaced`, to all ranks; collective.

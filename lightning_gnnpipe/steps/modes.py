@@ -40,6 +40,14 @@ class Mode:
             self.unreached[used] = frozenset(names - find_reached(self.layers, module, used))
         return self.unreached[used]
 
+    def readers_of(self, call: Call) -> dict[int, list[int]]:
+        """Return, by the number of each argument that needs a gradient, the stages that read it."""
+        return {
+            slot: [one.index for one in self.stages if f"leaf_{slot}" in one.leaves]
+            for slot, leaf in enumerate(call.leaves)
+            if leaf.requires_grad and slot not in call.weights
+        }
+
     def finish(
         self,
         outputs: Sequence[Tensor],

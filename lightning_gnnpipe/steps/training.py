@@ -5,7 +5,7 @@ For autograd the pipeline is one function. A step may run several forwards befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -84,8 +84,10 @@ class TrainingPass:
             store.after_forward(takes_snapshot=reads_snapshot and (self.is_exact or is_due))
         return outputs
 
-    def backward(self, grads: Sequence[Tensor], slots: Sequence[int]) -> list[Tensor | None]:
-        """Run the backward phase; return gradients of the batch's tensors `slots`."""
+    def backward(
+        self, grads: Sequence[Tensor], readers: Mapping[int, Sequence[int]]
+    ) -> list[Tensor | None]:
+        """Run the backward phase; return gradients of the tensors that `readers` names."""
         if self._is_done:
             raise UnsupportedError(
                 expected="one backward for each pipelined forward",
@@ -105,7 +107,7 @@ class TrainingPass:
         self._sums.finish()
         if self._store is not None:
             self._store.end_step()
-        return self._leaf_grads(slots)
+        return self._leaf_grads(readers)
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that must be finite; none without histories."""
@@ -114,12 +116,18 @@ class TrainingPass:
         grads = (one.grad for one in self._model.module.parameters())
         return [grad for grad in grads if grad is not None]
 
-    def _leaf_grads(self, slots: Sequence[int]) -> list[Tensor | None]:
-        """Return gradients of the batch's tensors `slots`, summed over ranks."""
+    def _leaf_grads(self, readers: Mapping[int, Sequence[int]]) -> list[Tensor | None]:
+        """Return gradients of the batch's tensors; `readers`: by number the stages that read it."""
         found: list[Tensor | None] = []
-        for slot in slots:
+        transport, mesh = self._spec.transport, self._spec.transport.mesh
+        for slot, stages in readers.items():
             grad = self._spec.inputs.take_grad(slot)
-            self._spec.transport.all_reduce(grad, "input_grad")
+            if len(stages) > 1:
+                transport.all_reduce(grad, "input_grad")
+            elif stages:
+                if mesh.stage == stages[0]:
+                    transport.sum_over_shards(grad, "input_grad")
+                transport.pipe.broadcast(grad, mesh.rank_of(stages[0]), "input_grad")
             found.append(grad)
         self._spec.inputs.release()
         return found
