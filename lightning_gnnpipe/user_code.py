@@ -74,7 +74,7 @@ _REMEDY = (
     "GNNPipeStrategy(pipelined_module=...), or list the layers in a method 'pipeline_layers' (see "
     "docs/choosing.md)."
 )
-_NEW = "Make new tensors of others: x.new_zeros(x.size(0), 8), torch.rand_like(x)."
+_NEW = "Make new tensors by x.new_zeros(x.size(0), 8) or torch.rand_like(x)."
 _REMEDIES = {
     "() takes 1 positional argument": _NEW,  # torch.zeros(x.size(0), 8)
     "() received an invalid combination of arguments": _NEW,

@@ -129,7 +129,7 @@ class Tracer(fx.Tracer):
             self.refusal = UnsupportedError(
                 f"Forward uses a number of nodes or edges as a Python number{at(line_here())}.\n"
                 "Each chunk has other numbers than the graph.\n"
-                "Make tensors of others, x.new_zeros(x.size(0), 8) or torch.ones_like(x), and "
+                "Make tensors by x.new_zeros(x.size(0), 8) or torch.ones_like(x), and "
                 "decide on sizes in training_step."
             )
             raise self.refusal
