@@ -17,19 +17,13 @@ from torch.nn.utils.prune import BasePruningMethod
 _LAST_TAG = 2**31 - 1  # no message uses it
 
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._BatchNorm
+RUNNING_HOOK = "_current_fx_name"  # attribute of a LightningModule, which Lightning changes
 INSTANCE_NORM: type[nn.Module] = nn.modules.instancenorm._InstanceNorm
-CALL_OF_MODULE = nn.Module._call_impl.__code__  # runs hooks and the forward
 
 
 def version_of(tensor: Tensor) -> int:
     """Return a number that each write to `tensor` changes; -1 if torch does not count."""
     return -1 if tensor.is_inference() else tensor._version
-
-
-def registry_of(module: nn.Module, name: str) -> dict[str, Any] | None:
-    """Return the dict of `module` with parameter, buffer or submodule `name`; None if none."""
-    registries = (module._modules, module._parameters, module._buffers)
-    return next((one for one in registries if name in one), None)
 
 
 def fills_grad_of(accumulator: Any) -> bool:

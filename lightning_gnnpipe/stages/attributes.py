@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_gnnpipe._compat_torch import RUNNING_HOOK
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.stages.tracer import owners_of
 
@@ -24,7 +25,6 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 _KINDS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _KINDS |= {torch.dtype, torch.device, torch.Size, FunctionType, BuiltinFunctionType, type}
 _MOST = 1000  # items of a container
-_IN_PROGRESS = "_current_fx_name"  # of a LightningModule: the hook that is running
 
 
 class State(NamedTuple):
@@ -60,15 +60,14 @@ class Guard:
         modules = list(self._module.modules())
         if modules != self._modules:  # by identity
             self._modules, self._owners = modules, [one for _, one in owners_of(self._module)]
-            traced = {*self._owners} if self._owners else set()
-            named = self._module.named_modules()
+            traced, named = {*self._owners}, self._module.named_modules()
             self._named = [(path, one, one in traced) for path, one in named]
-        held = [one for owner in self._owners for one in (owner._parameters, owner._buffers)]
-        tensors = tuple([id(one) for several in held for one in several.values()])
+        held = [one(recurse=False) for m in self._owners for one in (m.parameters, m.buffers)]
+        tensors = tuple([id(one) for several in held for one in several])
         plain, of_called = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
         for path, one, is_traced in self._named:
             for name, value in vars(one).items():
-                if name in _OF_TORCH or not (is_traced or name[0] != "_") or name == _IN_PROGRESS:
+                if name in _OF_TORCH or not (is_traced or name[0] != "_") or name == RUNNING_HOOK:
                     continue
                 kind = type(value)
                 if kind in _KINDS:

@@ -9,7 +9,8 @@ parameters and buffers are no leaves; each stage reads them whole.
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterator
+from itertools import chain
 from operator import attrgetter
 
 import torch
@@ -64,10 +65,9 @@ class HeldTensors:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters and buffers that code of forward itself may read."""
         for prefix, owner in owners_of(self._module):
-            held: Mapping[str, Tensor | None] = owner._parameters | owner._buffers
-            for name, one in held.items():
-                is_plain = one is not None and one.dim() and one.layout is torch.strided
-                if one is not None and is_plain and one not in self.left_out:
+            named = (owner.named_parameters(recurse=False), owner.named_buffers(recurse=False))
+            for name, one in chain(*named):
+                if one.dim() and one.layout is torch.strided and one not in self.left_out:
                     yield f"{prefix}.{name}".removeprefix("."), one
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,11 +15,14 @@ import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from lightning.pytorch.utilities.parsing import AttributeDict
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.steps import model
+from tests.helpers.alike import Fits, graph
 from tests.helpers.engines import one_process_engine
+from tests.helpers.trainers import quiet_trainer
 
 N, D = 26, 4
 
@@ -259,6 +263,37 @@ def test_attributes_that_change_nothing_cost_no_new_layers() -> None:
     for net.best_accuracy in (0.5, 0.6, 0.7):
         torch.testing.assert_close(engine.forward(inputs, {}), net(*inputs))
     assert len({id(mode.layers) for mode in engine.model._modes.values()}) == 2  # of each mode
+
+
+class Itself(Fits):
+    """Is the pipelined module itself; its forward runs `how`."""
+
+    def __init__(self, how: Callable[[Any], Any]) -> None:
+        super().__init__(nn.Identity(), lambda net, data: self(data.x, data.edge_index))
+        self.conv, self.how = gnn.SAGEConv(5, 5), [how]
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        self.how[0](self)
+        return self.conv(x, edge_index)
+
+
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [
+        (lambda module: module.current_epoch, "self.current_epoch"),
+        (lambda module: module.log("loss", 1.0), "self.log"),
+        (lambda module: module.trainer.max_epochs, "self.max_epochs"),
+        (lambda module: module.global_rank, None),
+    ],
+)
+def test_progress_of_training_is_refused_in_forward(how: Any, found: str | None) -> None:
+    module = Itself(how).double()
+    loader = DataLoader([graph()], batch_size=None)
+    refused = pytest.raises(UnsupportedError, match=found) if found else nullcontext()
+    trainer = quiet_trainer(1, {"num_chunks": 1}, max_epochs=2, num_sanity_val_steps=0)
+    with refused:
+        trainer.fit(module, loader)
+    assert found or module.trainer is trainer
 
 
 @pytest.mark.slow
