@@ -40,7 +40,7 @@ OWNERS = {
     f"{FABRIC}.types:": "_PATH",
     f"{LIGHTNING}.strategies.launchers:": "_MultiProcessingLauncher _SubprocessScriptLauncher",
     f"{LIGHTNING}.loops.fetchers:": "_DataLoaderIterDataFetcher",
-    f"{LIGHTNING}:LightningModule.": "_trainer",
+    f"{LIGHTNING}:LightningModule.": "_current_fx_name _trainer",
     f"{LIGHTNING}:Trainer.": "_accelerator_connector _active_loop fit_loop._skip_backward "
     "predict_loop._data_fetcher",
     f"{LIGHTNING}.callbacks:": "ModelCheckpoint._last_global_step_saved "
@@ -58,8 +58,8 @@ OWNERS = {
     "torch.distributed:ProcessGroup.": "_get_backend",
     "torch.nn.modules.batchnorm:": "_BatchNorm",
     "torch.nn.modules.instancenorm:": "_InstanceNorm",
-    "torch.nn:Module.": "_backward_hooks _backward_pre_hooks _buffers _call_impl "
-    "_compiled_call_impl _forward_hooks _forward_pre_hooks _modules _parameters",
+    "torch.nn:Module.": "_backward_hooks _backward_pre_hooks "
+    "_compiled_call_impl _forward_hooks _forward_pre_hooks",
     "torch.nn.utils.parametrizations:": "_SpectralNorm",
     "torch.nn.utils.spectral_norm:": "SpectralNorm",
     "torch.serialization:": "_get_layout",

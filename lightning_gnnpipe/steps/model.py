@@ -128,13 +128,12 @@ class PipelinedModel:
         return trace_key(self.module, call, inputs, device), self._guard.state()
 
     def _trace_all(self, call: Call, inputs: Inputs, *, also_train: bool) -> Key:
-        known = set(self._modes)
-        key = self._trace(call, inputs)
+        self._trace(call, inputs)
         if also_train and not self.is_split:
             for training in (True, False):
-                with switched(self.module, training):
+                with switched(self.module, training), torch.set_grad_enabled(training):
                     self._trace(call, inputs)
-        if new := self._modes.keys() - known:
+        if new := [key for key, mode in self._modes.items() if not mode.options]:
             options = self._options_number()
             for one in new:
                 self._modes[one] = replace(self._modes[one], options=options)
@@ -148,7 +147,7 @@ class PipelinedModel:
                 "training_step, not in forward. Or name one method with GNNPipeStrategy("
                 "pipelined_module='net.encode'): what else is called runs whole on each device.",
             )
-        return key
+        return self._trace(call, inputs)  # maybe under a new key
 
     def _options_number(self) -> int:
         """Return one fingerprint for all modes: attributes and weight shapes."""

@@ -294,13 +294,7 @@ class Laplacian(gnn.MessagePassing):
         return x - h / 2 + self.propagate(both, x=h, norm=shifted.unsqueeze(-1)) / 8
 
 
-class CountsRows(Convs):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return super().forward(x, edge_index) / len(x)
-
-
 NETS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "lengths": (CountsRows, 4),
     "Laplacian": (lambda: Owns(Laplacian), 4),
     "skips by width": (SkipsWhereWidthsFit, 5),
     "skips by shape": (SkipsWhereShapesFit, 5),
@@ -477,8 +471,6 @@ class Asks(Convs):
         x = self.between(self.encode(x), edge_index)
         if self.what == "values":
             return self.decode(x) if x.mean() > 0 else x
-        if self.what == "rows":  # of both graphs, another way
-            return self.decode(x) if x.size(0) > 44 else 2 * self.decode(x)
         width = int(x.max()) if self.what == "number" else 3
         return F.pad(x, (0, width))
 
@@ -487,19 +479,6 @@ class Asks(Convs):
 def test_questions_about_values_are_refused(what: str) -> None:
     with pytest.raises(UnsupportedError, match="a decision on the values of a tensor"):
         fit(lambda: Asks(what), num_chunks=3)
-
-
-def test_an_answer_about_rows_is_for_graphs_of_that_size() -> None:
-    """A decision on the number of rows, in the self-check of few rows, is another one."""
-    net: Any = Asks("rows").double()
-    small = graph()
-    for n in (45, 40):
-        edges = small.edge_index[:, (small.edge_index < n).all(0)]
-        call = flatten_call(net, (small.x[:n], edges), {})
-        layers = cut_module(net, call, classify(call))
-        assert layers.num_rows == (n, edges.size(1))
-        names = [str(node) for node in layers.segments[-1].module.graph.nodes]
-        assert ("mul" in names) == (n == 40)
 
 
 def drops_edges(net: Any, data: Data) -> Any:
@@ -558,8 +537,8 @@ def with_features_of_edges(net: Any, data: Data) -> Any:
 
 trained = test_depth_trains_as_plainly
 HABITS = {
-    "skips where widths or shapes fit, loops over sizes, `view(n, ...)`, `len(x)`": (
-        "works; decided again for graphs of other sizes",
+    "skips where widths or shapes fit, loops over widths, `view(x.size(0), ...)`": (
+        "works",
         trained,
         *("skips by width", "skips by shape", "shapes", "sizes"),
     ),

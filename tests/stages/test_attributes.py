@@ -216,7 +216,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "numpy": (lambda net, h: h * bool(np.random.rand() > 2), CHANCE),
     "torch": (lambda net, h: h * (torch.rand(1).item() > 2), CHANCE),
     "a decision on rows": (lambda net, h: h * 2 if h.size(0) > 10 else h, ROWS),
-    "rows of a new tensor": (lambda net, h: h + torch.zeros(h.size(0), 1), "Make new tensors of"),
+    "rows of a new tensor": (lambda net, h: h + torch.zeros(h.size(0), 1), "Make new tensors by"),
     "a loop over rows": (lambda net, h: h * sum(range(h.size(0))), ROWS),
     "length": (lambda net, h: h * (len(h) > 10), "len.. of a tensor, where x.size.0. is supp"),
 }
@@ -308,3 +308,12 @@ def test_what_changes_often_is_told_once(caplog: pytest.LogCaptureFixture) -> No
     net.mask.fill_(0.5)
     torch.testing.assert_close(engine.forward(inputs, {}), net(*inputs))
     assert len(engine.model._modes) == num_modes
+
+
+HABITS = {
+    "decisions and loops on numbers of nodes: `if x.size(0) > 1000`, `len(x)`": (
+        "refused: decide in `training_step`",
+        test_what_a_forward_leaves_behind_is_refused,
+        *("a decision on rows", "a loop over rows", "length"),
+    ),
+}
