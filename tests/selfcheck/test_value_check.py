@@ -18,6 +18,7 @@ from lightning_gnnpipe.calls import Inputs, Kind, classify, flatten_call
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.selfcheck import check_layers
 from lightning_gnnpipe.stages import cut_layers, draw_sample, learn_values, trace
+from lightning_gnnpipe.stages.mixing import turn_leaves
 from tests.helpers.engines import one_process_engine
 
 N, D = 30, 4
@@ -207,6 +208,7 @@ def check(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     call = flatten_call(module, (x.requires_grad_(isinstance(module, InputBeside)), edges), {})
     inputs = classify(call)
     graph = trace(module, call)
+    turn_leaves(graph, ["leaf_1"])
     values = learn_values(graph, module, draw_sample(module, call, inputs))
     check_layers(module, cut_layers(graph, module, values), call, inputs, on_chunks=True)
 
