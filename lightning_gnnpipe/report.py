@@ -9,9 +9,11 @@ from torch import nn
 
 from lightning_gnnpipe.chunks import LayerNames
 from lightning_gnnpipe.stages import Stage
+from lightning_gnnpipe.types import Weights
 
 _HEADINGS = ("stage", "layers", "parameters", "cost [ms]")
 _LEFT = 1  # the left-aligned column
+_MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,24 @@ def format_stages(rows: Sequence[StageRow]) -> str:
     num_layers = sum(len(row.layers) for row in rows)
     title = f"Pipeline: {num_layers} layers in {num_stages} stage{'s' if num_stages > 1 else ''}"
     return _draw_table(title, table)
+
+
+def compare_weights(sent: Mapping[Weights, int]) -> str:
+    """Return which value of the strategy's `weights` sends less, of `sent` bytes a step."""
+    less, more = sorted(sent, key=lambda one: (sent[one], one != "whole"))
+    return (
+        f"weights='{less}' sends {sent[less] / _MIB:,.1f} MiB a step, "
+        f"'{more}' {sent[more] / _MIB:,.1f} MiB."
+    )
+
+
+def compare_times(costs: Sequence[float], num_chunks: int, num_shards: int) -> str:
+    """Return seconds of computing on these stages, and on one device, by `costs` of stages."""
+    share = (num_chunks + len(costs) - 1) / num_chunks / num_shards
+    return (
+        f"Computing a step takes about {max(costs) * share:.3f} s in {num_chunks} chunks, and "
+        f"{sum(costs):.3f} s on one device with one chunk."
+    )
 
 
 def _table_cells(row: StageRow) -> tuple[str, ...]:

@@ -214,6 +214,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--cut-codec", type=parse_codecs, default="fp32", help="the same")
     add("--async-halo", type=flag, default=False)
     add("--repeat-encoder", choices=["auto", "True", "False"], default="auto")
+    add("--weights", choices=["whole", "staged"], default="whole")
     add("--layers", type=int, default=16)
     add("--hidden", type=int, default=128)
     add("--warm", type=int, default=NUM_WARM_STEPS, help="steps that are not measured")
@@ -300,6 +301,7 @@ def make_strategy(options: argparse.Namespace) -> GNNPipeStrategy:
         cut_codec=options.cut_codec,
         async_halo=options.async_halo,
         repeat_encoder={"True": True, "False": False}.get(options.repeat_encoder, "auto"),
+        weights=options.weights,
         start_method=options.start_method,
         recompute=options.recompute,
         history_dtype=getattr(torch, options.histories),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ from lightning_gnnpipe.stages import (
     solve_balance,
     split_layers,
 )
+from lightning_gnnpipe.steps.gradient_sums import sent_bytes
+from lightning_gnnpipe.types import Weights
 
 _MANY_ROWS = 2**10  # enough to neglect the fixed bytes of a message
 TRAINED = 4  # a weight, its gradient, two optimizer states
@@ -36,11 +39,6 @@ TRAINED = 4  # a weight, its gradient, two optimizer states
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of all `tensors`."""
     return sum(one.nbytes for one in tensors)
-
-
-def sent_bytes(weights: Iterable[Tensor]) -> int:
-    """Return the bytes of gradients of `weights`, each with a number for whether there is one."""
-    return sum(one.nbytes + one.element_size() for one in weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +150,20 @@ class LayoutForecaster:
         outputs, num_ranks = measured.output_bytes, len(self._stages) * self._num_shards
         memory = max(stage.memory_bytes for stage in self.stages())
         memory += measured.batch_bytes + 2 * outputs
-        sent = self._cut_bytes() + self._shard_bytes() + (num_ranks - 1) * outputs
+        sent = (
+            self._input_bytes()
+            + self._cut_bytes()
+            + self._shard_bytes()
+            + (num_ranks - 1) * outputs
+        )
         return LayoutForecast(
             num_stages=len(self._stages),
             num_shards=self._num_shards,
             num_chunks=self._num_chunks,
             step_s=step_s,
             bubble_frac=bubble_frac,
-            step_bytes=sent + self._gradient_bytes() + self._input_bytes(),
+            step_bytes=sent + self._gradient_bytes(options.strategy.weights),
+            bytes_by_weights={one: sent + self._gradient_bytes(one) for one in get_args(Weights)},
             memory_bytes=memory,
             fits=options.memory_gib is None or memory <= options.memory_gib * 2**30,
         )
@@ -167,6 +171,8 @@ class LayoutForecaster:
     def stages(self) -> list[StageForecast]:
         """Forecast time and memory of each stage."""
         measured, found = self._measured, []
+        is_staged = measured.options.strategy.weights == "staged"
+        every = list(measured.module.parameters())
         node_frac = float(self._sizes.nodes.sum(0).max()) / measured.chunks.num_nodes
         for stage, weights in zip(self._stages, self._weights(), strict=True):
             costs = self._costs.of(stage)
@@ -176,7 +182,7 @@ class LayoutForecaster:
                     num_layers=len(stage.segments),
                     num_parameters=sum(p.numel() for p in weights),
                     compute_s=sum(cost.compute_s for cost in costs),
-                    memory_bytes=TRAINED * bytes_of(measured.module.parameters())
+                    memory_bytes=TRAINED * bytes_of(weights if is_staged else every)
                     + round(self._row_frac() * sum(cost.history_bytes for cost in costs))
                     + round(node_frac * self._activations(stage, costs)),
                 )
@@ -194,6 +200,7 @@ class LayoutForecaster:
         forward_s = [slowest * sum(c.forward_s for c in one) for one in costs]
         backward_s = [slowest * sum(c.backward_s for c in one) for one in costs]
         own = [bytes_of(weights) for weights in self._weights()]
+        is_staged = measured.options.strategy.weights == "staged"
         ring = 2 * (self._num_shards - 1) / self._num_shards  # all-reduce over the shards
         return LayoutWork(
             num_chunks=self._num_chunks,
@@ -204,7 +211,7 @@ class LayoutForecaster:
             cut_bytes=[self._sent(stage, False) for stage in stages[:-1]],
             cut_grad_bytes=[self._sent(stage, True) for stage in stages[:-1]],
             link=measured.options.link,
-            weight_bytes=(ring + len(stages) - 1) * max(own),
+            weight_bytes=(ring + (0 if is_staged else len(stages) - 1)) * max(own),
             output_bytes=measured.output_bytes,
             num_rounds=num_rounds(len(stages) * self._num_shards),
             loss_s=measured.loss_s,
@@ -274,11 +281,12 @@ class LayoutForecaster:
         rows = self._sizes.nodes.sum(0) + self._sizes.received.sum(0)
         return float(rows.max()) / self._measured.chunks.num_nodes
 
-    def _gradient_bytes(self) -> int:
-        """Return the bytes of gradients of weights.
+    def _gradient_bytes(self, weights: Weights) -> int:
+        """Return the bytes of gradients of `weights`, a value of the strategy's option.
 
-        The shards of a stage sum those of its weights, and all stages receive them, by shard. A sum
-        takes two times as much as a copy. Of weights outside of stages the first rank sends copies.
+        The shards of a stage sum those of its weights, and all stages receive them, by shard, or
+        with "staged" those that use them. A sum takes two times as much as a copy. Of weights
+        outside of stages the first rank sends copies.
         """
         measured, num_shards, total = self._measured, self._num_shards, 0
         num_others = len(self._stages) - 1
@@ -286,6 +294,8 @@ class LayoutForecaster:
             num_users = len(self._users.get(name, ()))
             if p.requires_grad and num_users:
                 copies = num_others * num_shards * (1 + (num_users > 1))
+                if weights == "staged":
+                    copies = 2 * (num_users - 1) * num_shards
                 total += sent_bytes([p]) * (2 * num_users * (num_shards - 1) + copies)
         own = ids_in_stages(measured.module, measured.root, self._users, [measured.layers])
         outer = (p for p in measured.root.parameters() if p.requires_grad and id(p) not in own)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from lightning_gnnpipe.chunks import LayerCost
+from lightning_gnnpipe.report import compare_weights
+from lightning_gnnpipe.types import Weights
 
 _MIB = 2**20
 _SHORT_CHUNK_S = 2e-3  # below, Python takes a large share of a chunk's time
@@ -45,6 +47,7 @@ class LayoutForecast:
         memory_bytes: Of the largest rank: `StageForecast.memory_bytes`, the batch, and the outputs
             of all nodes with their gradient.
         fits: Whether `memory_bytes` is within the limit.
+        bytes_by_weights: `step_bytes` with each value of the strategy's `weights`.
     """
 
     num_stages: int
@@ -55,6 +58,7 @@ class LayoutForecast:
     step_bytes: int
     memory_bytes: int
     fits: bool
+    bytes_by_weights: Mapping[Weights, int] = field(default_factory=dict)
 
     @property
     def layout(self) -> tuple[int, int, int]:
@@ -155,6 +159,9 @@ class PipelinePlan:
             advice.append(f"Fastest: a plain Trainer, {self.plain_s:.3f} s per step.")
         else:
             advice.append(f"Fastest: {best.options}, {best.step_s:.3f} s per step.")
+        own = next((one for one in self.layouts if one.layout == self.layout), best)
+        if own.num_stages > 1 and own.bytes_by_weights:
+            advice.append(compare_weights(own.bytes_by_weights))
         compute_s = sum(stage.compute_s for stage in self.stages)
         chunk_s = compute_s / len(self.stages) / self.num_shards / self.num_chunks
         if self.num_chunks > 1 and chunk_s < _SHORT_CHUNK_S:

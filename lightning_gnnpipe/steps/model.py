@@ -6,15 +6,18 @@ Every rank holds all parameters and buffers, as under DDP, and computes the laye
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, Inputs
 from lightning_gnnpipe.chunks import StepCosts
+from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
 from lightning_gnnpipe.graph import text_fingerprint
@@ -37,10 +40,11 @@ from lightning_gnnpipe.stages import (
     split_layers,
     switched,
 )
-from lightning_gnnpipe.steps.gradient_sums import GradientSums
+from lightning_gnnpipe.steps.gradient_sums import GradientSums, gradient_bytes
 from lightning_gnnpipe.steps.modes import Key, Mode, check_leaves, check_norms, reads_key, trace_key
 from lightning_gnnpipe.steps.partitioner import EngineOptions, Measure
 from lightning_gnnpipe.steps.staged_weights import StagedWeights
+from lightning_gnnpipe.types import Weights
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +55,7 @@ _TRACED_ANEW = (
 )
 
 Check = Callable[[Layers, Call, Inputs], None]
-OnSplit = Callable[[Sequence[Stage], dict[str, set[int]], list[float]], None]
+OnSplit = Callable[[Sequence[Stage], dict[str, set[int]], list[float], dict[Weights, int]], None]
 
 
 class PipelinedModel:
@@ -296,13 +300,32 @@ class PipelinedModel:
         if self.on_split is not None:
             costs = [] if self.costs is None else list(map(self.costs.of, stages))
             users = find_users([stage for mode in modes for stage in mode.stages], self.module)
-            self.on_split(stages, users, [sum(c.compute_s for c in one) for one in costs])
+            seconds = [sum(c.compute_s for c in one) for one in costs]
+            self.on_split(stages, users, seconds, self._sent(modes[0], users, inputs))
         is_idle = self._options.repeat_encoder is True and not any(s.repeated for s in stages)
         if is_idle and len(stages) > 1:
             why = "mixes rows" if inputs.graphs is None else "is of a batch of graphs"
             self._fallbacks.tell(
                 f"repeat_encoder=True has no effect, since what stages receive {why}."
             )
+
+    def _sent(
+        self, mode: Mode, users: Mapping[str, set[int]], inputs: Inputs
+    ) -> dict[Weights, int]:
+        """Return the bytes between stages in a step, by the value of the strategy's `weights`."""
+        mesh, values = self._transport.mesh, mode.layers.values
+        codecs, sent = get_codecs(self._options.messages.cut_codec), 0
+        for stage in mode.stages[:-1]:
+            for one in map(values.__getitem__, stage.sent):
+                shape = (inputs.num_rows(one.kind, one.edge_set), *one.row_shape)
+                sent += codecs.rows.payload_bytes(shape, one.dtype)
+                sent += codecs.grads.payload_bytes(shape, one.dtype) * one.requires_grad
+        for one in map(values.__getitem__, mode.layers.outputs):
+            num_rows = inputs.num_rows(one.kind, one.edge_set)
+            sent += (mesh.num_stages * mesh.num_shards - 1) * num_rows * one.row_bytes
+        named: tuple[Weights, ...] = get_args(Weights)
+        of = partial(gradient_bytes, self.module, users, mesh.num_stages)
+        return {weights: sent + mesh.num_shards * of(weights) for weights in named}
 
     def _count_layers(self, inputs: Inputs, measure: Measure) -> tuple[int, ...]:
         layers, options = next(iter(self._modes.values())).layers, self._options

@@ -22,7 +22,12 @@ from lightning_gnnpipe.errors import ConfigError, Fallbacks
 from lightning_gnnpipe.layers import check_support
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.passing import replace_attributes
-from lightning_gnnpipe.report import describe_stages, format_stages
+from lightning_gnnpipe.report import (
+    compare_times,
+    compare_weights,
+    describe_stages,
+    format_stages,
+)
 from lightning_gnnpipe.stages import Stage, as_written, find_pipelined, refuse_uncalled
 from lightning_gnnpipe.steps import Controls, StagedWeights
 from lightning_gnnpipe.trainer import _compat
@@ -30,8 +35,11 @@ from lightning_gnnpipe.trainer.processes import Processes
 from lightning_gnnpipe.trainer.random_state import random_number, random_state, set_random_state
 from lightning_gnnpipe.trainer.refuse import check_averages, check_sync, refuse_evaluations
 from lightning_gnnpipe.trainer.replicas import Replicas
+from lightning_gnnpipe.types import Weights
 
 log = logging.getLogger(__name__)
+
+_MUCH_BYTES = 2**20  # a step; less is not worth a warning
 
 
 ResumedRun = tuple[SavedRun, Mapping[str, Any]]  # and the random states it was saved with
@@ -144,8 +152,10 @@ class EngineHost:
         engine.set_step(averages_weights=bool(averages))
         self._patched.enter_context(self._replicas.computing_metrics(module))
         has_summary = any(isinstance(one, ModelSummary) for one in callbacks)
-        if is_fitting and trainer.is_global_zero and has_summary:
-            engine.model.on_split = partial(_print_stages, trainer, pipelined)
+        if is_fitting and trainer.is_global_zero:
+            layout = engine_options.chunks.expected, transport.mesh.num_shards
+            split = partial(_print_stages, trainer, pipelined, options, layout)
+            engine.model.on_split = partial(split, is_quiet=not has_summary)
 
     def detach(self) -> None:
         """Undo `attach`."""
@@ -242,13 +252,32 @@ class EngineHost:
 def _print_stages(
     trainer: pl.Trainer,
     pipelined: nn.Module,
+    options: StrategyOptions,
+    layout: tuple[int, int],
     stages: Sequence[Stage],
     users: Mapping[str, set[int]],
     costs: Sequence[float],
+    sent: Mapping[Weights, int],
+    *,
+    is_quiet: bool,
 ) -> None:
-    """Print the table of stages without breaking the progress bar; see `describe_stages`."""
+    """Print the table of stages without breaking the progress bar; see `describe_stages`.
+
+    Warn if gradients of weights are a large part of what is sent. `layout`: chunks and shards.
+    """
+    extra = sent["whole"] - sent["staged"]
+    if options.weights == "whole" and extra > max(0.5 * sent["staged"], _MUCH_BYTES):
+        log.warning(
+            "Stages send each other large gradients of weights. %s Write "
+            "GNNPipeStrategy(weights='staged') to send none of them.",
+            compare_weights(sent),
+        )
+    if is_quiet:
+        return
     rows = describe_stages(trainer.lightning_module, pipelined, stages, users, costs)
-    text = format_stages(rows)
+    lines = [format_stages(rows)]
+    lines += [compare_times(costs, *layout)] if costs else []
+    text = "\n".join([*lines, *([compare_weights(sent)] if len(stages) > 1 else [])])
     bar = trainer.progress_bar_callback
     if isinstance(bar, TQDMProgressBar) and bar.is_enabled:
         bar.print(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
 from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.trainer import engine_host
 from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, communities
 from tests.helpers.trainers import quiet_trainer
 
@@ -250,3 +252,21 @@ def test_what_needs_all_weights_is_refused(
 ) -> None:
     with pytest.raises(ProcessRaisedException, match=f"(?s){text}.*weights='whole'"):
         fit(tmp_path, module=kind(tmp_path), callbacks=callbacks)
+
+
+def test_the_start_tells_what_each_sends_and_warns_of_large_gradients(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine_host, "_MUCH_BYTES", 1)
+    for weights in ("whole", "staged"):
+        fit(
+            tmp_path,
+            weights=weights,
+            strategy={"balance": "measured"},
+            enable_model_summary=True,
+            max_epochs=1,
+        )
+        out, err = capfd.readouterr()
+        assert "on one device with one chunk." in out
+        assert re.search(r"weights='staged' sends [\d.]+ MiB a step, 'whole' [\d.]+ MiB\.", out)
+        assert ("Stages send each other large gradients" in out + err) == (weights == "whole")

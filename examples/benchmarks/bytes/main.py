@@ -28,9 +28,17 @@ GRAPHS: dict[str, dict[str, Any]] = {
 PIPE = {"stages": NUM_RANKS, "chunks": 4 * NUM_RANKS}
 WAYS: dict[str, dict[str, Any]] = {
     "graph": {"graph_parallel": NUM_RANKS, "chunks": 1},
-    "pipe": {**PIPE, "repeat_encoder": False},
-    "pipe bf16": {**PIPE, "repeat_encoder": False, "cut_codec": "bf16"},
-    "pipe repeat": {**PIPE, "repeat_encoder": True},
+    "whole": {**PIPE, "repeat_encoder": False},
+    "staged": {**PIPE, "repeat_encoder": False, "weights": "staged"},
+    "whole bf16": {**PIPE, "repeat_encoder": False, "cut_codec": "bf16"},
+    "staged bf16": {
+        **PIPE,
+        "repeat_encoder": False,
+        "weights": "staged",
+        "cut_codec": "bf16",
+    },
+    "whole repeat": {**PIPE, "repeat_encoder": True},
+    "staged repeat": {**PIPE, "repeat_encoder": True, "weights": "staged"},
 }
 REPEATED = {"gcnii"}  # an encoder crosses the cuts of no other model
 # GNNPipe (arXiv 2308.10087), the authors' own logs: GiB of graph parallelism, of the pipeline.
@@ -49,12 +57,7 @@ HEADER = [
     "model",
     "graph parallel, GiB",
     "of them weights",
-    "pipeline, GiB",
-    "ratio",
-    "pipeline bf16, GiB",
-    "ratio",
-    "pipeline, encoder repeated, GiB",
-    "ratio",
+    *(text for way in WAYS if way != "graph" for text in (f"{way}, GiB", "ratio")),
     "paper: graph parallel, pipeline, GiB",
     "ratio",
 ]
@@ -85,7 +88,7 @@ def measure_all(options: argparse.Namespace, known: dict[str, dict[str, int]]) -
     for graph in options.graphs:
         for model in options.models:
             for way in options.ways:
-                if way == "pipe repeat" and model not in REPEATED:
+                if way.endswith("repeat") and model not in REPEATED:
                     continue
                 print(f"{graph}, {model}, {way}", file=sys.stderr)
                 result = train_once(
@@ -118,7 +121,7 @@ def row_of(graph: str, model: str, known: dict[str, dict[str, int]]) -> list[str
     base, paper = whole["graph"], PAPER[graph, model]
     row = [graph, model]
     row += [as_gib(base), as_gib(base and counts["graph"].get("weight_grad", 0))]
-    for way in ("pipe", "pipe bf16", "pipe repeat"):
+    for way in (way for way in WAYS if way != "graph"):
         row += [as_gib(whole[way]), f"{base / whole[way]:.1f}" if base and whole[way] else ""]
     return [*row, f"{paper[0]}, {paper[1]}", f"{paper[0] / paper[1]:.1f}"]
 
