@@ -258,6 +258,7 @@ def test_the_start_tells_what_each_sends_and_warns_of_large_gradients(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(engine_host, "_MUCH_BYTES", 1)
+    monkeypatch.setitem(globals(), "D", 64)
     monkeypatch.setattr(engine_host.log, "warning", lambda text, *args: print(text % args))
     for weights in ("whole", "staged"):
         fit(
