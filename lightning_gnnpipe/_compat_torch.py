@@ -113,9 +113,14 @@ def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None
     (public or dist.distributed_c10d._set_pg_timeout)(timeout, group or dist.group.WORLD)
 
 
+def default_store() -> Any:
+    """Return the store of all ranks' group."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def clone_store() -> Any:
     """Return the default store, with a connection of its own if torch can clone it."""
-    store: Any = dist.distributed_c10d._get_default_store()
+    store = default_store()
     return store.clone() if hasattr(store, "clone") else store
 
 

@@ -19,7 +19,6 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     Timer,
 )
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.model_summary import summarize
@@ -216,9 +215,3 @@ def test_the_trainer_of_the_other_package_says_which_one_is_meant() -> None:
     other = pytest.importorskip("pytorch_lightning")
     with pytest.raises(ValueError, match=r"the Trainer of lightning\.pytorch, not of pyt"):
         other.Trainer(accelerator="cpu", strategy=GNNPipeStrategy())
-
-
-@pytest.mark.filterwarnings("error:.*smaller than the logging interval")
-def test_one_step_an_epoch_is_no_mistake_of_the_logging_interval(tmp_path: Path) -> None:
-    trainer = make_trainer(1, 1, logger=CSVLogger(tmp_path))
-    trainer.fit(make_module(), datamodule=datamodule())

@@ -1,4 +1,4 @@
-"""One rank's part of a pass over the batch: all chunks forward (fill), then backward (drain).
+"""One rank's part of a pass over the batch: all chunks forward, then backward.
 
 The batch is one graph in chunks, or many graphs in micro-batches, also called chunks here.
 
@@ -132,7 +132,8 @@ class Step:
             if source is None:
                 yield chunk, []
                 continue
-            for early in chunks[place + _AHEAD if place else 0 : place + _AHEAD + 1]:
+            first = place + _AHEAD if place else 0
+            for early in chunks[first : place + _AHEAD + 1]:
                 buffers = [
                     torch.empty(self._shape(early, value), dtype=value.dtype, device=self._device)
                     for value in self._expected[phase]

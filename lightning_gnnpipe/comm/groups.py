@@ -17,8 +17,9 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, TCPStore
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from lightning_gnnpipe._compat_torch import default_store
 from lightning_gnnpipe.errors import Fallbacks
 
 _made: list[ref[ProcessGroup]] = []  # the default group, if the package created it
@@ -176,7 +177,7 @@ def abandon_groups() -> None:
     """Skip the teardown at exit: threads of the broken groups may wait for failed ranks."""
     atexit.unregister(_end_groups)
     if _is_ours():
-        _broken.append(_get_default_store())
+        _broken.append(default_store())
         _made.clear()
 
 

@@ -262,7 +262,7 @@ class PipelineEngine:
         is_resumed = self._take_saved()
         is_exact = self.controls.is_exact
         if self.graphs.trained is None:
-            self.graphs.cut(key.graph, inputs)
+            self.graphs.cut(key.graph, inputs)  # layers are measured on its chunks
         mode = self._passes.mode(call, inputs, key.graph)
         key = key.reading(mode.layers.read_leaves(), mode.options, agreed.input)
         own = self.graphs.for_training(key, inputs, agreed.num_bytes)

@@ -284,9 +284,9 @@ class LayoutForecaster:
     def _gradient_bytes(self, weights: Weights) -> int:
         """Return the bytes of gradients of `weights`, a value of the strategy's option.
 
-        The shards of a stage sum those of its weights, and all stages receive them, by shard, or
-        with "staged" those that use them. A sum takes two times as much as a copy. Of weights
-        outside of stages the first rank sends copies.
+        The shards of a stage sum the gradients of its weights. All stages receive the sums, by
+        shard; with "staged" only the stages that use the weights. A sum takes two times as much as
+        a copy. Of weights outside of stages the first rank sends copies.
         """
         measured, num_shards, total = self._measured, self._num_shards, 0
         num_others = len(self._stages) - 1

@@ -119,8 +119,8 @@ def gradient_bytes(
 ) -> int:
     """Return the bytes of gradients of weights that stages receive in a step.
 
-    "whole": all stages receive those of each; a sum over stages takes two times as much. "staged":
-    those in n stages are sent n - 1 times to be summed, and back.
+    "whole": all stages receive each gradient; a sum over stages takes two times as much. "staged":
+    a gradient of n stages is sent n - 1 times to be summed, and back.
     """
     total = 0
     for name, parameter in module.named_parameters():
@@ -133,7 +133,10 @@ def gradient_bytes(
 
 
 def _flatten(parameters: Named) -> Tensor:
-    """Return the gradients as one row, then one flag each: 1 if there is a gradient, else 0."""
+    """Return the gradients as one row, then one flag each: 1 if there is a gradient, else 0.
+
+    Optimizers treat a gradient of zeros otherwise than none.
+    """
     for name, p in parameters:
         if p.grad is not None and p.grad.is_sparse:
             raise UnsupportedError(

@@ -1,6 +1,7 @@
 """The user's module as a pipeline: traced once per mode, cut into layers, assigned to stages.
 
 Every rank holds all parameters and buffers, as under DDP, and computes the layers of its stage.
+With weights="staged" it holds only the parameters that its stage uses.
 """
 
 from __future__ import annotations
@@ -41,7 +42,14 @@ from lightning_gnnpipe.stages import (
     switched,
 )
 from lightning_gnnpipe.steps.gradient_sums import GradientSums, gradient_bytes
-from lightning_gnnpipe.steps.modes import Key, Mode, check_leaves, check_norms, reads_key, trace_key
+from lightning_gnnpipe.steps.modes import (
+    Key,
+    Mode,
+    check_norms,
+    check_parameters,
+    reads_key,
+    trace_key,
+)
 from lightning_gnnpipe.steps.partitioner import EngineOptions, Measure
 from lightning_gnnpipe.steps.staged_weights import StagedWeights
 from lightning_gnnpipe.types import Weights
@@ -226,7 +234,7 @@ class PipelinedModel:
         """Trace the module in its present mode, unless cached."""
         if (found := self._find(call, inputs)) is not None:
             return found
-        check_leaves(self.module)
+        check_parameters(self.module)
         first, state = self._key(call, inputs)
         known = {
             id(mode.layers): key

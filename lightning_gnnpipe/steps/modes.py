@@ -94,7 +94,7 @@ def _row_shape(call: Call, inputs: Inputs, slot: int, leaf: Tensor) -> tuple[int
     return tuple(shape)
 
 
-def check_leaves(module: nn.Module) -> None:
+def check_parameters(module: nn.Module) -> None:
     """Refuse computed tensors as weights: gradients would end at them."""
     computed = (name for name, parameter in module.named_parameters() if not parameter.is_leaf)
     name = next(computed, None) if torch.is_grad_enabled() else None

@@ -181,12 +181,13 @@ def join(
 
     `backward` maps gradients of outputs, None if unused, to gradients of `leaves`.
     """
-    anchor = torch.zeros((), requires_grad=True)
+    anchor = torch.zeros((), requires_grad=True)  # so that autograd reaches this node; see below
     constant = [one for one, flows in zip(outputs, has_gradient, strict=True) if not flows]
     return list(cast(Any, _Seam).apply(backward, outputs, constant, anchor, *leaves))
 
 
 def _check_backward(ctx: Any) -> None:
+    """Refuse all but a plain backward(), which accumulates a gradient in the anchor."""
     (anchor, _), *_ = ctx.next_functions
     if not torch.is_grad_enabled() and fills_grad_of(anchor):
         return

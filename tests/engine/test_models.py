@@ -274,7 +274,7 @@ class TakesData(nn.Module):
         x, edge_index = data.x, data.edge_index
         assert data.edge_weight is None and "x" in data
         first = self.convs[0](x, edge_index)
-        ones = torch.ones(data.num_nodes, 1, dtype=x.dtype)
+        ones = x.new_ones(data.num_nodes, 1)
         return first, self.convs[1](first + ones, edge_index)
 
 

@@ -120,7 +120,7 @@ exec(sys.argv[1])
         ("end(True)", True),
         ("end(False)", False),  # the user's own
         ("end(True); abandon_groups()", False),
-        ("end(True); abandon_groups(); end(False)", True),
+        ("end(True); abandon_groups(); end(False)", False),
         ("end(True); destroy()", False),
         ("end(True); destroy(); make()", False),
     ],
