@@ -1,30 +1,41 @@
 """Attributes of a module: plain ones are constants of its trace, which keeps none of its own.
 
 A trace is reused while the parts of the module are the same objects and their plain attributes
-(numbers, texts, functions, and tuples, lists and dicts of these) are equal. What else forward
-reads, such as globals, closures and os.environ, stays as in the trace, as in torch.export.
+(numbers, texts, functions; tensors by identity and version; tuples, lists, dicts and namespaces of
+these) are equal. What else forward reads, such as globals, closures and os.environ, stays as in
+the trace, as in torch.export.
 """
 
 from __future__ import annotations
 
 import copy
 import re
+from argparse import Namespace
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_gnnpipe._compat_torch import RUNNING_HOOK
+from lightning_gnnpipe._compat_torch import RUNNING_HOOK, version_of
 from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.stages.find import is_library
 from lightning_gnnpipe.stages.tracer import owners_of
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _KINDS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _KINDS |= {torch.dtype, torch.device, torch.Size, FunctionType, BuiltinFunctionType, type}
+_HOLDERS = (tuple, list, dict, SimpleNamespace, Namespace)
 _MOST = 1000  # items of a container
+
+
+class _Identity(int):
+    """An id or a version, which differs between processes: no part of texts."""
+
+    def __repr__(self) -> str:
+        return "object"
 
 
 class State(NamedTuple):
@@ -34,10 +45,12 @@ class State(NamedTuple):
     is_grad_enabled: bool
     plain: tuple[tuple[Any, ...], ...]  # attributes of modules that are traced through
     of_called: tuple[tuple[Any, ...], ...]  # public ones of modules that run as they are
+    of_users: tuple[tuple[Any, ...], ...]  # of those, modules of the user's own classes
 
     def changed(self, before: State) -> list[str]:
         """Return the names of plain attributes that differ."""
-        old, now = ({one[:2]: one[2:] for one in s.plain + s.of_called} for s in (before, self))
+        states = [(*s.plain, *s.of_called, *s.of_users) for s in (before, self)]
+        old, now = ({one[:2]: one[2:] for one in several} for several in states)
         keys = [key for key in now | old if now.get(key) != old.get(key)]
         return [f"{path}.{name}".removeprefix(".") for path, name in keys]
 
@@ -54,38 +67,43 @@ class Guard:
         self._module = module
         self._modules = list[nn.Module]()
         self._owners = list[nn.Module]()
-        self._named = list[tuple[str, nn.Module, bool]]()
+        self._named = list[tuple[str, nn.Module, int]]()
 
     def state(self) -> State:
         modules = list(self._module.modules())
         if modules != self._modules:  # by identity
             self._modules, self._owners = modules, [one for _, one in owners_of(self._module)]
-            traced, named = {*self._owners}, self._module.named_modules()
-            self._named = [(path, one, one in traced) for path, one in named]
+            traced = {*self._owners}
+            self._named = [
+                (path, one, 0 if one in traced else 1 if is_library(one) else 2)
+                for path, one in self._module.named_modules()
+            ]
         held = [one(recurse=False) for m in self._owners for one in (m.parameters, m.buffers)]
         tensors = tuple([id(one) for several in held for one in several])
-        plain, of_called = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
-        for path, one, is_traced in self._named:
+        found: tuple[list[tuple[Any, ...]], ...] = ([], [], [])  # in the order of `State`
+        for path, one, place in self._named:
             for name, value in vars(one).items():
-                if name in _OF_TORCH or not (is_traced or name[0] != "_") or name == RUNNING_HOOK:
+                if name in _OF_TORCH or (place and name[0] == "_") or name == RUNNING_HOOK:
                     continue
-                kind = type(value)
-                if kind in _KINDS:
-                    (plain if is_traced else of_called).append((path, name, kind, value))
-                elif isinstance(value, tuple | list | dict) and (found := _plain(value)):
-                    (plain if is_traced else of_called).append((path, name, *found))
+                is_read = isinstance(value, _HOLDERS) or (not place and isinstance(value, Tensor))
+                if is_read or type(value) in _KINDS:
+                    found[place].append((path, name, *_content(value)))
+        plain, of_called, of_users = map(tuple, found)
         parts = (*modules, tensors)
-        return State(parts, torch.is_grad_enabled(), tuple(plain), tuple(of_called))
+        return State(parts, torch.is_grad_enabled(), plain, of_called, of_users)
 
 
-def _plain(value: Any) -> tuple[Any, ...] | None:
-    """Return the type and the contents of a plain value; None for all else."""
+def _content(value: Any) -> tuple[Any, ...]:
+    """Return what tells a value from others: plain values by content, all else by identity."""
     if type(value) in _KINDS:
         return type(value), value
-    if not isinstance(value, tuple | list | dict) or len(value) > _MOST:
-        return None
-    found = list(map(_plain, (*value, *value.values()) if isinstance(value, dict) else value))
-    return None if None in found else (type(value), *found)
+    if isinstance(value, Tensor):
+        return Tensor, _Identity(id(value)), _Identity(version_of(value))
+    items = vars(value) if isinstance(value, SimpleNamespace | Namespace) else value
+    if not isinstance(items, tuple | list | dict) or len(items) > _MOST:
+        return type(value), _Identity(id(value))
+    parts = (*items, *items.values()) if isinstance(items, dict) else items
+    return type(value), *map(_content, parts)
 
 
 class Snapshot:

@@ -81,7 +81,7 @@ def refuse_mixing(
     `structure`: see `find_structure`; None if the graph is one chunk, which has all rows.
     """
     for node in nodes:
-        words = _PRODUCT if multiplies(node, values) else None
+        words = _PRODUCT if not is_of_shapes(node) and multiplies(node, values) else None
         if words is None and structure is not None and not is_of_shapes(node):
             words = _BY_HAND if _reads_by_edges(node, values, structure) else None
             mixes = attends(node, root) or _reduces(node, values)

@@ -257,7 +257,8 @@ class PipelinedModel:
                 is_cut=inputs.graphs is not None or self._is_cut(inputs),
                 known=[self._modes[key].layers for key in known.values()],
             )
-            if id(layers) not in known:
+            before = known.get(id(layers))
+            if before is None or before[1].of_users != state.of_users:
                 self._check(layers, call, inputs)
         called = (self.module,) if layers.head is None else layers.called(self.module)
         self.intercepted = self.intercepted.within(called)

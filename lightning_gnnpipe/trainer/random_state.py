@@ -27,8 +27,9 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 def random_number(device: torch.device) -> int:
     """Return a fingerprint of the states of all random streams."""
-    keys = cast(Any, np.random.get_state())[1]
+    _, keys, *place = cast(Any, np.random.get_state())
     found = zlib.crc32(keys.tobytes(), zlib.crc32(torch.get_rng_state().numpy().tobytes()))
+    found = zlib.crc32(repr(place).encode(), found)
     if device.type == "cuda":
         found = zlib.crc32(torch.cuda.get_rng_state(device).numpy().tobytes(), found)
     return found ^ (hash(random.getstate()[1]) & 0xFFFFFFFF)

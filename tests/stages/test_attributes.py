@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -55,6 +56,8 @@ class Net(nn.Module):
         self.how = [how]  # bound to nothing
         self._scale, self._slot = 1.0, 1.0
         self.hparams, self._list, self._cache = AttributeDict(scale=1.0), [1.0, 2.0], {}
+        self._mixed, self.args = {"scale": 1.0, "of": torch.ones(1)}, Namespace(scale=1.0)
+        self.number = torch.ones(())  # no buffer
         self._options, self.function, self._it = {"shifts": [0.0, 1.0]}, torch.relu, None
         self.weight = nn.Parameter(torch.ones(D))
         self.register_buffer("mask", torch.ones(D))
@@ -123,6 +126,9 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Any], str | Callable[[Any], Any]]
         lambda net: net._options["shifts"].__setitem__(1, 3.0),
     ),
     "hparams": (lambda net, h: h * net.hparams.scale, "hparams.scale"),
+    "beside a tensor": (lambda net, h: h * net._mixed["scale"], "_mixed.scale"),
+    "namespace": (lambda net, h: h * net.args.scale, "args.scale"),
+    "tensor as a number": (lambda net, h: h * net.number.item(), in_place("number")),
     "list": (lambda net, h: h * net._list[1], "_list.1"),
     "length": (lambda net, h: h * len(net._list), lambda net: net._list.append(1.0)),
     "function": (lambda net, h: net.function(h), set_to("function", torch.tanh)),
@@ -256,6 +262,26 @@ def test_modes_that_are_used_stay(monkeypatch: pytest.MonkeyPatch) -> None:
                 engine.forward(inputs, {})
     assert counted.call_count == 4 + 12  # twice in each mode of autograd
     assert len(engine.model._modes) == 8
+
+
+class Gate(nn.Module):
+    """Once it is open, it mixes nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_open = False
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h - h.mean(0) if self.is_open else h
+
+
+def test_a_part_whose_option_has_changed_is_checked_again() -> None:
+    net, engine, inputs = make(lambda net, h: net.extra(h))
+    net.extra = Gate()
+    engine.forward(inputs, {})
+    net.extra.is_open = True
+    with pytest.raises(UnsupportedError, match="treat each"):
+        engine.forward(inputs, {})
 
 
 def test_attributes_that_change_nothing_cost_no_new_layers() -> None:
