@@ -94,7 +94,7 @@ class Guard:
 
 
 def _content(value: Any) -> tuple[Any, ...]:
-    """Return what tells a value from others: plain values by content, all else by identity."""
+    """Return what tells two values apart: plain ones by content, all else by identity."""
     if type(value) in _KINDS:
         return type(value), value
     if isinstance(value, Tensor):
