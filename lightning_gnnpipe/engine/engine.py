@@ -159,7 +159,9 @@ class PipelineEngine:
             is_lost=self._is_lost,
             input_number=0 if key is None else key.number,
             num_bytes=self.graphs.num_bytes,
+            is_traced=self.model.has_changed(call, inputs),
         )
+        self.model.is_due = agreed.is_traced
         if agreed.is_lost:
             self._checks.loss_of_rows()
             self.graphs.inputs.drop_rows()

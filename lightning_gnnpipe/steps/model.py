@@ -96,6 +96,7 @@ class PipelinedModel:
         self.matrices = Matrices()  # sparse matrices among the arguments
         self._held, self._guard = HeldTensors(module), Guard(module)
         self.staged: StagedWeights | None = None  # the weights that only their stages hold
+        self.is_due = False  # whether a rank has to trace the next call, so that all do
         self.is_accumulating = False  # if so, replicas do not average gradients
 
     @property
@@ -117,13 +118,18 @@ class PipelinedModel:
             key = self._find(call, inputs)
             if key is None and self.is_split:
                 self._note_change()
-            if key is None or not self._modes[key].stages:
+            if key is None or not self._modes[key].stages or self.is_due:
+                self.is_due = False
                 with self.gathered():
                     key = self._trace_all(call, inputs, also_train=also_train)
                     self._assign_layers(inputs, measure)
         self._modes[key] = mode = self._modes.pop(key)  # now most recently used
         self._note_arguments(call)
         return mode
+
+    def has_changed(self, call: Call, inputs: Inputs) -> bool:
+        """Whether this rank, one of several, has no trace of the module as it is now."""
+        return self._transport.has_others and self._find(call, inputs) is None
 
     def note_random(self, mode: Mode) -> None:
         """Remember that the mode draws random numbers in evaluation."""
@@ -145,10 +151,9 @@ class PipelinedModel:
             for training in (True, False):
                 with switched(self.module, training), torch.set_grad_enabled(training):
                     self._trace(call, inputs)
-        if new := [key for key, mode in self._modes.items() if not mode.options]:
-            options = self._options_number()
-            for one in new:
-                self._modes[one] = replace(self._modes[one], options=options)
+        options = self._options_number()  # collective
+        for one in [key for key, mode in self._modes.items() if not mode.options]:
+            self._modes[one] = replace(self._modes[one], options=options)
         lengths = {len(mode.layers.segments) for mode in self._modes.values()}
         if len(lengths) > 1:
             raise UnsupportedError(

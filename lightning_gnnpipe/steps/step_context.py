@@ -100,6 +100,7 @@ class Agreed(NamedTuple):
     is_lost: bool
     input: int
     num_bytes: int
+    is_traced: bool  # whether the module is traced anew, on all ranks together
 
 
 def agree(
@@ -113,11 +114,12 @@ def agree(
     is_lost: bool,
     input_number: int = 0,
     num_bytes: int = 0,
+    is_traced: bool = False,
 ) -> Agreed:
     """Exchange facts of a step; refuse different steps or batches in a replica; collective."""
     loss_bits = struct.unpack("<q", struct.pack("<d", loss))[0]
     number = batch() if transport.world.is_distributed else 0
-    own = (number, loss_bits, graph, is_lost, input_number, num_bytes)
+    own = (number, loss_bits, graph, is_lost, input_number, num_bytes, is_traced)
     what = f"{'train' if is_training else 'evaluate'} the pipelined module"
     over = transport if is_uneven else transport.everyone
     with transport.meter.paused():
@@ -125,10 +127,10 @@ def agree(
     size = transport.world.replica_size
     for start in range(0, len(ranks), size):
         _compare(ranks[start : start + size])
-    _, _, _, lost, inputs, sizes = zip(*ranks, strict=True)
+    _, _, _, lost, inputs, sizes, traced = zip(*ranks, strict=True)
     # Tensors computed on each rank may differ in their last bits.
     shared = inputs[0] if len(set(inputs)) == 1 else fold(inputs)
-    return Agreed(any(lost), shared, max(sizes))
+    return Agreed(any(lost), shared, max(sizes), any(traced))
 
 
 def _compare(ranks: Sequence[Sequence[int]]) -> None:

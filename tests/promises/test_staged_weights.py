@@ -272,3 +272,38 @@ def test_the_start_tells_what_each_sends_and_warns_of_large_gradients(
         assert "on one device with one chunk." in out
         assert re.search(r"weights='staged' sends [\d.]+ MiB a step, 'whole' [\d.]+ MiB\.", out)
         assert ("Stages send each other large gradients" in out) == (weights == "whole")
+
+
+class Books(L.LightningModule):
+    """Is the pipelined module itself; the first rank alone keeps its losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs = nn.ModuleList(gnn.SAGEConv(NUM_FEATURES, NUM_FEATURES) for _ in range(3))
+        self.losses = list[float]()
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = conv(x, edge_index).tanh()
+        return x
+
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        loss = self(data.x, data.edge_index).square().mean()
+        if self.trainer.is_global_zero:
+            self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), 1e-2)
+
+
+def test_attributes_that_differ_between_ranks_are_traced_by_all() -> None:
+    found = []
+    for num_ranks, piped in ((1, None), (2, {"num_chunks": 1, "weights": "staged"})):
+        module = Books().double()
+        data = communities(3).data
+        trainer = quiet_trainer(num_ranks, piped, max_epochs=EPOCHS)
+        trainer.fit(module, DataLoader([data], batch_size=None))
+        found.append(module.state_dict())
+    torch.testing.assert_close(*found, rtol=0, atol=1e-10)
