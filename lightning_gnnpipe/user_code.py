@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import linecache
 import os
 import sys
 import traceback
 from importlib.util import find_spec
-from types import CodeType, ModuleType
+from types import ModuleType
 
 from lightning_gnnpipe.errors import UnsupportedError, first_line
 
@@ -27,11 +26,6 @@ _LIBRARY = _folders()
 _GENERATED = ("<eval_with_key>", "<frozen", "<string>")
 
 
-def is_users(code: CodeType) -> bool:
-    """Whether `code` is the user's: not torch's, PyG's, Lightning's, Python's or ours."""
-    return _is_users_file(code.co_filename)
-
-
 def user_modules() -> list[ModuleType]:
     """Return the imported Python modules that the user wrote."""
     files = [(one, getattr(one, "__file__", None)) for one in list(sys.modules.values())]
@@ -39,6 +33,7 @@ def user_modules() -> list[ModuleType]:
 
 
 def _is_users_file(name: str) -> bool:
+    """Whether a file is the user's: not torch's, PyG's, Lightning's, Python's or ours."""
     if "site-packages" in name or os.path.basename(name).startswith("torch_geometric."):
         return False
     return not name.startswith((*_LIBRARY, *_GENERATED))
@@ -46,16 +41,16 @@ def _is_users_file(name: str) -> bool:
 
 def line_here() -> str:
     """Return the innermost user line that is running; empty if there is none."""
-    frames = traceback.walk_stack(inspect.currentframe())
-    lines = (_line(f.f_code.co_filename, n) for f, n in frames if is_users(f.f_code))
+    frames = reversed(traceback.extract_stack())
+    lines = (_line(f.filename, f.lineno or 0) for f in frames if _is_users_file(f.filename))
     return next(lines, "")
 
 
 def line_of(error: BaseException) -> str:
     """Return the innermost user line on the way to `error`; empty if there is none."""
-    frames = traceback.walk_tb(error.__traceback__)
-    lines = [(f.f_code.co_filename, n) for f, n in frames if is_users(f.f_code)]
-    return _line(*lines[-1]) if lines else ""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    lines = (_line(f.filename, f.lineno or 0) for f in frames if _is_users_file(f.filename))
+    return next(lines, "")
 
 
 def at(line: str) -> str:

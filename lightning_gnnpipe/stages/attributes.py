@@ -163,7 +163,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
         slots = [name for kind in type(one).__mro__ for name in vars(kind).get("__slots__", ())]
         for name in (*vars(one), *slots):
             if name not in _OF_TORCH and hasattr(one, name):
-                yield one, name, object.__getattribute__(one, name)
+                yield one, name, getattr(one, name)
 
 
 @contextmanager

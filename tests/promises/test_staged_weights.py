@@ -24,43 +24,20 @@ from torch_geometric.data import Data
 
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.trainer import engine_host
-from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, communities
+from tests.helpers import tied
+from tests.helpers.graphs import NUM_FEATURES, communities
+from tests.helpers.tied import Net, TiedModule
 from tests.helpers.trainers import quiet_trainer
 
-D = 8
 EPOCHS = 4
 
 
-class Net(nn.Module):
-    """The first and the last layer share their weights; the encoder is used outside as well."""
-
-    def __init__(self, encoder: nn.Linear) -> None:
-        super().__init__()
-        self.lin_in = encoder
-        self.convs = nn.ModuleList(gnn.GCNConv(D, D) for _ in range(4))
-        self.convs[-1] = self.convs[0]
-        self.norms = nn.ModuleList(nn.BatchNorm1d(D) for _ in self.convs)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.lin_in(x)
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = F.dropout(norm(conv(x, edge_index)).relu(), 0.4, self.training)
-        return x
-
-
-class Module(L.LightningModule):
+class Module(TiedModule):
     """Writes what its rank holds after each step, and runs its network in a hook."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.lin_in = nn.Linear(NUM_FEATURES, D)
-        self.net = Net(self.lin_in)
-        self.head = nn.Linear(D, NUM_CLASSES)
-        self.folder, self.found = folder, list[Any]()
-
-    def training_step(self, data: Data, batch_idx: int) -> Tensor:
-        logits = self.head(self.net(data.x, data.edge_index) + self.lin_in(data.x))
-        return F.cross_entropy(logits, data.y)
+        super().__init__(folder)
+        self.found = list[Any]()
 
     def validation_step(self, data: Data, batch_idx: int) -> None:
         out = self.head(self.net(data.x, data.edge_index))
@@ -258,7 +235,7 @@ def test_the_start_tells_what_each_sends_and_warns_of_large_gradients(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(engine_host, "_MUCH_BYTES", 1)
-    monkeypatch.setitem(globals(), "D", 64)
+    monkeypatch.setattr(tied, "D", 64)
     monkeypatch.setattr(engine_host.log, "warning", lambda text, *args: print(text % args))
     for weights in ("whole", "staged"):
         fit(
