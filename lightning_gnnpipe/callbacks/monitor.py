@@ -57,7 +57,7 @@ class StalenessMonitor(PipeCallback):
             "history/drift": (drift_sq / norm_sq) ** 0.5 if norm_sq else 0.0,
         }
         values |= {f"history/drift/layer_{layer}": one.drift for layer, one in layers.items()}
-        pl_module.log_dict(values, batch_size=1)
+        pl_module.log_dict(values, batch_size=1, sync_dist=True)
 
 
 class PipelineMonitor(PipeCallback):
@@ -127,7 +127,7 @@ class PipelineMonitor(PipeCallback):
         values = self._collect(trainer)
         # Single precision holds byte counts exactly up to 16 MiB only.
         exact = {name: torch.tensor(one, dtype=torch.float64) for name, one in values.items()}
-        pl_module.log_dict(exact, batch_size=1)
+        pl_module.log_dict(exact, batch_size=1, sync_dist=True)
         if self._staleness is not None:
             self._staleness.on_train_epoch_end(trainer, pl_module)
 

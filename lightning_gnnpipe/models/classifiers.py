@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import lightning as L
 import torch
@@ -34,12 +34,10 @@ class _Classifier(L.LightningModule):
         """Return the loss on the split; log the metric and, except for test, the loss."""
         raise NotImplementedError
 
-    def _log(
-        self, split: Split, name: str, metric: Metric, loss: Tensor, size: int, **options: Any
-    ) -> None:
+    def _log(self, split: Split, name: str, metric: Metric, loss: Tensor, size: int) -> None:
         log = partial(self.log, on_step=False, on_epoch=True, prog_bar=True, batch_size=size)
         if split != "test":
-            log(f"{split}_loss", loss, **options)
+            log(f"{split}_loss", loss, sync_dist=True)
         log(f"{split}_{name}", metric)
 
 
@@ -154,7 +152,7 @@ class GraphClassifier(_Classifier):
         loss = F.cross_entropy(logits, labels)
         metric = getattr(self, f"{split}_metric")
         metric.update(logits[:, 1] - logits[:, 0] if self.metric == "auroc" else logits, labels)
-        self._log(split, self.metric, metric, loss, labels.numel(), sync_dist=True)
+        self._log(split, self.metric, metric, loss, labels.numel())
         return loss
 
 

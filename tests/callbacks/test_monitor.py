@@ -54,6 +54,7 @@ class Keep(L.Callback):
         (self.folder / f"rank_{trainer.global_rank}.json").write_text(json.dumps(found))
 
 
+@pytest.mark.filterwarnings("error:.*sync_dist=True")
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_csv_has_all_figures_of_every_epoch(num_stages: int, tmp_path: Path) -> None:
     callbacks = PipelineMonitor(), Keep(tmp_path)
