@@ -43,7 +43,7 @@ from lightning_gnnpipe.chunks import PipelineStats
 from lightning_gnnpipe.graph import partition_nodes
 from lightning_gnnpipe.graph.partition import remote_reads
 from lightning_gnnpipe.models import GCNII, NodeClassifier
-from lightning_gnnpipe.planning.traffic import graph_parallel_bytes, pipeline_bytes
+from lightning_gnnpipe.planning.closed_forms import graph_parallel_bytes, pipeline_bytes
 
 FLOAT_BYTES = 4
 NUM_EXACT_EPOCHS = 5

@@ -18,7 +18,7 @@ from lightning_gnnpipe.callbacks import (
 from lightning_gnnpipe.datamodule import FullGraphDataModule
 from lightning_gnnpipe.errors import REMOVED_CLASSES
 from lightning_gnnpipe.strategy import GNNPipeStrategy
-from lightning_gnnpipe.trainer.refuse import refuse_import
+from lightning_gnnpipe.trainer.engine_host import refuse_import
 
 __version__ = "0.1.0"
 

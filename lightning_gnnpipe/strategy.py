@@ -29,9 +29,8 @@ from lightning_gnnpipe.steps import Controls
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer._compat import LightningStrategy, PathLike
 from lightning_gnnpipe.trainer.checkpoints import AtomicCheckpointIO, Checkpoints
-from lightning_gnnpipe.trainer.engine_host import EngineHost
+from lightning_gnnpipe.trainer.engine_host import EngineHost, check_optimizers, check_scaling
 from lightning_gnnpipe.trainer.processes import Processes
-from lightning_gnnpipe.trainer.refuse import check_optimizers, check_scaling
 from lightning_gnnpipe.trainer.replicas import Replicas
 from lightning_gnnpipe.types import (
     Balance,

@@ -20,7 +20,6 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer import call
 
 from lightning_gnnpipe.errors import CheckpointError
-from lightning_gnnpipe.saving import sidecar
 from lightning_gnnpipe.trainer import checkpoints
 from lightning_gnnpipe.trainer.checkpoints import AtomicCheckpointIO
 from tests.helpers.cases import covering, slow
@@ -91,8 +90,8 @@ def saved(once_saved: Path, folder: Path) -> Path:
 def test_histories_of_checkpoints_that_are_gone_are_gone(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, filename="{epoch}", monitor="train_loss", save_top_k=2)
     fit("", saver, epochs=6)
-    checkpoints = list(tmp_path.glob("*.ckpt"))
-    used = {torch.load(path, weights_only=True)["gnnpipe"]["histories"] for path in checkpoints}
+    files = list(tmp_path.glob("*.ckpt"))
+    used = {torch.load(path, weights_only=True)["gnnpipe"]["histories"] for path in files}
     assert {path.name for path in (tmp_path / ".gnnpipe").iterdir()} == used
     assert not list(tmp_path.glob(".*.part"))
 
@@ -241,12 +240,12 @@ def test_a_run_saved_when_over_goes_on_exactly(
 def test_histories_that_one_rank_does_not_see_are_not_taken(
     saved: Path, monkeypatch: Patches
 ) -> None:
-    original = sidecar.read_stages
+    original = checkpoints.read_histories
 
     def on_rank_zero(folder: Path, num_stages: int) -> Any:
         return () if torch.distributed.get_rank() == 1 else original(folder, num_stages)
 
-    monkeypatch.setattr(sidecar, "read_stages", on_rank_zero)
+    monkeypatch.setattr(checkpoints, "read_histories", on_rank_zero)
     fit("again", epochs=4, resume=saved, timeout=timedelta(seconds=20))
 
 
@@ -275,10 +274,10 @@ def test_hosts_without_a_common_disk_go_on_exactly(tmp_path: Path, monkeypatch: 
 def write(path: Path, *idents: str, is_finished: bool = True) -> None:
     """Write histories of a checkpoint, the later the younger."""
     for age, ident in enumerate(idents):
-        sidecar.write_stage(sidecar.unfinished_folder(path, ident), 0, {})
+        checkpoints.write_histories(checkpoints.unfinished_folder(path, ident), 0, {})
         if is_finished:
-            sidecar.finish(path, ident)
-            os.utime(sidecar.histories_folder(path, ident), (age, age))
+            checkpoints.finish_histories(path, ident)
+            os.utime(checkpoints.histories_folder(path, ident), (age, age))
 
 
 def test_what_another_run_deletes_ends_no_save(tmp_path: Path, monkeypatch: Patches) -> None:
@@ -293,24 +292,24 @@ def test_what_another_run_deletes_ends_no_save(tmp_path: Path, monkeypatch: Patc
         return found
 
     monkeypatch.setattr(Path, "glob", deleted)
-    sidecar.prune(path, None)
+    checkpoints.prune_histories(path, None)
     assert not list(glob(tmp_path, ".gnnpipe"))
 
 
 def test_what_another_run_is_writing_stays(tmp_path: Path) -> None:
     path = tmp_path / "other.ckpt"
     write(path, "b", "c", is_finished=False)
-    folder, old = (sidecar.unfinished_folder(path, one) for one in "bc")
+    folder, old = (checkpoints.unfinished_folder(path, one) for one in "bc")
     os.utime(old, (0, 0))
-    sidecar.prune(tmp_path / "one.ckpt", None)
+    checkpoints.prune_histories(tmp_path / "one.ckpt", None)
     assert folder.is_dir() and not old.exists()
 
 
 def test_a_checkpoint_that_is_written_later_leaves_the_last_histories(tmp_path: Path) -> None:
     path = tmp_path / "one.ckpt"
     write(path, "a", "b", "c")
-    sidecar.prune(path, "c", keeps_last=True)
-    assert [one for one in "abc" if sidecar.histories_folder(path, one).is_dir()] == ["b", "c"]
+    checkpoints.prune_histories(path, "c", keeps_last=True)
+    assert [one for one in "abc" if checkpoints.histories_folder(path, one).is_dir()] == ["b", "c"]
 
 
 @pytest.mark.parametrize("options", [{"save_weights_only": True}, {"save_top_k": -1}])

@@ -30,7 +30,7 @@ LINE = (
     *("errors", "types", "_compat_torch", "_compat_pyg"),
     *("user_code", "datamodule", "models"),
     *("graph", "staleness", "codecs", "passing", "calls", "comm"),
-    *("layers", "stages", "methods", "saving", "chunks", "report"),
+    *("layers", "stages", "methods", "chunks", "report"),
     *("selfcheck", "steps", "options"),
     *("batches", "planning", "engine", "trainer", "strategy"),
     *("callbacks", "cli"),
@@ -39,7 +39,7 @@ LINE = (
 LIGHTNING = {
     *("__init__", "strategy", "trainer", "planning", "callbacks", "datamodule", "models", "cli"),
 }
-DISTRIBUTED = {"comm", "saving", "trainer", "_compat_torch"}
+DISTRIBUTED = {"comm", "trainer", "_compat_torch"}
 
 
 def modules() -> list[Path]:

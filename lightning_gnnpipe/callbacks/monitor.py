@@ -8,7 +8,7 @@ from typing import Any, get_args
 import lightning.pytorch as pl
 import torch
 
-from lightning_gnnpipe.callbacks.access import PipeCallback, check_count
+from lightning_gnnpipe.callbacks.staleness import PipeCallback, check_count
 from lightning_gnnpipe.types import TrafficKind
 
 _MIB = 2**20

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
-from lightning_gnnpipe.callbacks.access import PipeCallback, check_count
+from lightning_gnnpipe.callbacks.staleness import PipeCallback, check_count
 from lightning_gnnpipe.chunks import PipelineStats, TraceEvent, phases
 from lightning_gnnpipe.errors import explain
 

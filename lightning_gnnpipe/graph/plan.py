@@ -12,9 +12,8 @@ from random import Random
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.graph.chunk import Chunk, cut_edges, moved
+from lightning_gnnpipe.graph.chunk import Chunk, Shard, cut_edges, cut_shard, make_shard, moved
 from lightning_gnnpipe.graph.partition import check_assignment
-from lightning_gnnpipe.graph.shard import Shard, cut_shard, make_shard
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,9 +15,14 @@ from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.graph import ChunkPlan, SplitSizes, measure_split, split_chunks
 from lightning_gnnpipe.layers import find_layers
 from lightning_gnnpipe.options import StrategyOptions
-from lightning_gnnpipe.planning.closed_forms import LayoutWork, Link, num_rounds, time_layout
+from lightning_gnnpipe.planning.closed_forms import (
+    LayoutWork,
+    Link,
+    graph_parallel_bytes,
+    num_rounds,
+    time_layout,
+)
 from lightning_gnnpipe.planning.pipeline_plan import LayoutForecast, StageForecast
-from lightning_gnnpipe.planning.traffic import graph_parallel_bytes
 from lightning_gnnpipe.stages import (
     Layers,
     Stage,

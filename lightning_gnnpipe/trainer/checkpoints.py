@@ -1,11 +1,20 @@
-"""Checkpoints: stock files with the weights, and the state of the run beside them."""
+"""Checkpoints: stock files with the weights, and histories beside them.
+
+Histories lie in files `.gnnpipe/<id>/stage_<rank>.pt`, written first. Their folder gets the name
+<id>, which the checkpoint contains, when all ranks have written. So an interrupted save always
+leaves a complete checkpoint.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +26,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_gnnpipe.engine import RankHistories, RunState, SavedRun
 from lightning_gnnpipe.errors import CheckpointError, Fallbacks
-from lightning_gnnpipe.saving import sidecar
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer._compat import PathLike
 from lightning_gnnpipe.trainer.engine_host import EngineHost, ResumedRun
-from lightning_gnnpipe.trainer.processes import Processes
-from lightning_gnnpipe.trainer.random_state import random_state
+from lightning_gnnpipe.trainer.processes import Processes, random_state
 
 log = logging.getLogger(__name__)
 
@@ -99,15 +106,15 @@ class Checkpoints:
         state = RunState.of(found["run"])
         ident = found["histories"]
         stages: tuple[RankHistories, ...] = ()
-        if ident is not None and not sidecar.is_id(ident):
+        if ident is not None and not is_id(ident):
             raise CheckpointError(
                 expected=f"the id of histories in {path}",
                 found=repr(ident),
                 remedy="Load an earlier checkpoint: this one was changed after it was saved.",
             )
         if path is not None and ident is not None:
-            folder = sidecar.histories_folder(path, ident)
-            stages = sidecar.read_stages(folder, state.num_ranks)
+            folder = histories_folder(path, ident)
+            stages = read_histories(folder, state.num_ranks)
         return SavedRun(state, stages), found["random"]
 
     def begin_load_of_weights(self) -> None:
@@ -138,7 +145,7 @@ class Checkpoints:
         state = self._run_state()
         if state is not None and "optimizer_states" in checkpoint:
             has_histories = path is not None and bool(state.inputs)
-            ident = processes.everyone.broadcast_object(sidecar.new_id() if has_histories else None)
+            ident = processes.everyone.broadcast_object(new_id() if has_histories else None)
             if path is None and bool(state.inputs) and is_first:
                 self._fallbacks.tell(
                     "A run resumed from %s begins with an exact step, since histories are not "
@@ -147,26 +154,26 @@ class Checkpoints:
                 )
             checkpoint[_KEY] = self._run(state, ident)
         if path is not None and ident is not None:
-            self._write_histories(sidecar.unfinished_folder(path, ident))
+            self._write_histories(unfinished_folder(path, ident))
 
         def finish() -> None:
             if path is not None and ident is not None:
-                sidecar.finish(path, ident)
+                finish_histories(path, ident)
             write(filepath)
 
         processes.together(lambda: finish() if is_first else None)
         if path is not None and ident is not None:
             with suppress(OSError):  # on a common file system rank 0 has done it already
-                sidecar.finish(path, ident)
+                finish_histories(path, ident)
         if path is not None and self._strategy.local_rank == 0:
             is_late = isinstance(self._strategy.checkpoint_io, AsyncCheckpointIO)
-            sidecar.prune(path, ident, keeps_last=is_late)
+            prune_histories(path, ident, keeps_last=is_late)
 
     def remove(self, filepath: PathLike) -> None:
         """Delete the histories of checkpoints that are gone from the folder of `filepath`."""
         path = _local_path(filepath)
         if self._strategy.local_rank == 0 and path is not None:
-            sidecar.prune(path, None)
+            prune_histories(path, None)
 
     def _run_state(self) -> RunState | None:
         """Return the state of the run that trains, or of the last one, without histories."""
@@ -186,7 +193,7 @@ class Checkpoints:
     def _write_histories(self, folder: Path) -> None:
         def write() -> None:
             for stage, saved in self._host.engine.stage_states().items():
-                sidecar.write_stage(folder, stage, saved)
+                write_histories(folder, stage, saved)
 
         self._processes.together(write)
 
@@ -206,7 +213,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".{target.name}.part")
-        sidecar.write_synced(part, checkpoint)
+        write_synced(part, checkpoint)
         os.replace(part, target)
 
     def load_checkpoint(
@@ -235,3 +242,114 @@ def _local_path(path: PathLike) -> Path | None:
     if "://" not in text:
         return Path(text)
     return Path(text.removeprefix("file://")) if text.startswith("file://") else None
+
+
+_FOLDER = ".gnnpipe"
+_OWNER = "checkpoint"  # a file with the name of the checkpoint they belong to
+_PART = ".part"
+_ABANDONED_S = 3600.0
+
+
+def new_id() -> str:
+    """Return a new id for the histories of one checkpoint."""
+    return uuid.uuid4().hex[:16]
+
+
+def is_id(ident: object) -> bool:
+    """Whether `ident`, read from a checkpoint, is an id, and so safe to join to a path."""
+    return isinstance(ident, str) and re.fullmatch(r"[0-9a-f]{16}", ident) is not None
+
+
+def histories_folder(checkpoint: Path, ident: str) -> Path:
+    """Return the folder of a checkpoint's histories; links are resolved."""
+    return checkpoint.resolve().parent / _FOLDER / ident
+
+
+def unfinished_folder(checkpoint: Path, ident: str) -> Path:
+    """Return the folder to which ranks write, before `finish_histories` renames it."""
+    return checkpoint.parent / _FOLDER / (ident + _PART)
+
+
+def write_histories(folder: Path, stage: int, saved: Mapping[Any, Any]) -> None:
+    """Write and sync the histories of one rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_synced(folder / f"stage_{stage}.pt", dict(saved))
+
+
+def write_synced(path: Path, content: dict[Any, Any]) -> None:
+    """Save `content` to a file, and wait until it is on disk."""
+    with open(path, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def finish_histories(checkpoint: Path, ident: str) -> None:
+    """Rename the folder to its id, when all ranks on this file system have written."""
+    folder = unfinished_folder(checkpoint, ident)
+    (folder / _OWNER).write_text(checkpoint.name)
+    folder.rename(folder.with_name(ident))
+
+
+def prune_histories(checkpoint: Path, keep: str | None, *, keeps_last: bool = False) -> None:
+    """Delete histories of earlier checkpoints with this name, and abandoned partial folders.
+
+    `keep`: an id. `keeps_last`: the previous ones too, as an asynchronous save may be under way.
+    """
+    folder = checkpoint.parent / _FOLDER
+    newest_first = sorted(folder.glob("*"), key=_age) if folder.is_dir() else []
+    for one in newest_first:
+        if one.name == keep:
+            continue
+        is_old = _owner(one) == checkpoint.name
+        if keeps_last and is_old:
+            keeps_last = False
+            continue
+        is_left = one.name.endswith(_PART) and time.time() + _age(one) > _ABANDONED_S
+        if is_old or is_left:  # another run may be writing to the same folder
+            shutil.rmtree(one, ignore_errors=True)
+    with suppress(OSError):  # not empty, or missing
+        folder.rmdir()
+
+
+def _age(path: Path) -> float:
+    """Return the negative modification time, which is larger for older paths."""
+    try:
+        return -path.stat().st_mtime
+    except OSError:  # another run has deleted it
+        return -time.time()
+
+
+def _owner(folder: Path) -> str:
+    """Return the checkpoint name in a histories folder; empty if there is none."""
+    try:
+        return (folder / _OWNER).read_text()
+    except OSError:  # not finished, or another run has deleted it
+        return ""
+
+
+def read_histories(folder: Path, num_stages: int) -> tuple[dict[Any, Any], ...]:
+    """Return each rank's histories, memory-mapped; empty unless all files are there.
+
+    Without a shared file system, a host has the files of its own ranks only.
+    """
+    paths = [folder / f"stage_{stage}.pt" for stage in range(num_stages)]
+    if not all(path.is_file() for path in paths):
+        return ()
+    stages = []
+    remedy = f"Delete {folder} to resume without histories: the first step is then exact."
+    for stage, path in enumerate(paths):
+        expected = f"the histories of stage {stage} of {num_stages} in {path}"
+        with reading(expected=expected, remedy=remedy):
+            stages.append(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+    return tuple(stages)
+
+
+@contextmanager
+def reading(*, expected: str, remedy: str) -> Iterator[None]:
+    """Raise a `CheckpointError` for any error: torch does not say what damaged files raise."""
+    try:
+        yield
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+        raise CheckpointError(expected=expected, found=found, remedy=remedy) from error

@@ -3,7 +3,6 @@
 Lightning's launchers start the ranks. A rank that fails says why, at once and by itself, since
 Lightning, torch and torchrun kill all ranks soon after one has ended.
 
-
 Decisions such as stopping or saving are taken by all ranks together.
 """
 
@@ -16,10 +15,12 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -44,7 +45,6 @@ from lightning_gnnpipe.comm import (
 from lightning_gnnpipe.errors import ConfigError, PeerError
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.trainer import _compat
-from lightning_gnnpipe.trainer.random_state import random_state, set_random_state
 from lightning_gnnpipe.trainer.signals import StopSignals
 
 T = TypeVar("T")
@@ -281,3 +281,38 @@ class ForkLauncher(_compat.MultiProcessingLauncher):
                 raise
 
         return super().launch(work, *args, trainer=trainer, **kwargs)
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Return the states of all random streams, including a GPU `device`."""
+    algorithm, keys, position, has_gauss, cached = cast(Any, np.random.get_state())
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (str(algorithm), torch.from_numpy(keys.astype("int64")), position, has_gauss),
+        "numpy_gauss": float(cached),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def random_number(device: torch.device) -> int:
+    """Return a fingerprint of the states of all random streams."""
+    _, keys, *place = cast(Any, np.random.get_state())
+    found = zlib.crc32(keys.tobytes(), zlib.crc32(torch.get_rng_state().numpy().tobytes()))
+    found = zlib.crc32(repr(place).encode(), found)
+    if device.type == "cuda":
+        found = zlib.crc32(torch.cuda.get_rng_state(device).numpy().tobytes(), found)
+    return found ^ (hash(random.getstate()[1]) & 0xFFFFFFFF)
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    """Restore the states of `random_state`."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    algorithm, keys, position, has_gauss = state["numpy"]
+    keys = keys.numpy().astype("uint32")
+    np.random.set_state((algorithm, keys, position, has_gauss, state["numpy_gauss"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)

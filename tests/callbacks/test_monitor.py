@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lightning_gnnpipe import PipelineMonitor, StalenessMonitor, TimelineCallback
 from lightning_gnnpipe.callbacks import monitor
-from lightning_gnnpipe.planning.traffic import pipeline_bytes
+from lightning_gnnpipe.planning.closed_forms import pipeline_bytes
 from lightning_gnnpipe.types import TrafficKind
 from tests.helpers.observed import NUM_CLASSES, NUM_NODES, WIDTH, fit, make_module
 from tests.helpers.steps import make_stats

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_gnnpipe.graph import edge_cut_frac, partition_nodes
-from lightning_gnnpipe.graph.balance import rebalance
-from lightning_gnnpipe.graph.partition import _metis, _symmetrize
+from lightning_gnnpipe.graph.partition import _metis, _symmetrize, rebalance
 from lightning_gnnpipe.types import PartitionMethod
 from tests.graph.strategies import DRAWN_EDGES, chunk_weights, multigraphs, power_law
 

@@ -12,7 +12,7 @@ from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule
 from lightning_gnnpipe.models import GCNII, GNN, NodeClassifier
-from lightning_gnnpipe.planning.traffic import graph_parallel_bytes, pipeline_bytes
+from lightning_gnnpipe.planning.closed_forms import graph_parallel_bytes, pipeline_bytes
 from lightning_gnnpipe.types import CodecOption, RepeatOption
 from tests.helpers.cases import slow
 from tests.helpers.encoders import WIDTH, EdgeEncoded

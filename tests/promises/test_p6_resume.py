@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import EmbeddingRefresh, StalenessWarmup
-from lightning_gnnpipe.saving.sidecar import histories_folder
+from lightning_gnnpipe.trainer.checkpoints import histories_folder
 from tests.helpers.cases import covering, slow
 from tests.helpers.realistic import realistic_graph
 from tests.helpers.record import StatsRecorder

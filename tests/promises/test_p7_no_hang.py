@@ -28,7 +28,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_gnnpipe.comm.transport as transport
 from lightning_gnnpipe.chunks import Step
-from lightning_gnnpipe.saving import sidecar
+from lightning_gnnpipe.trainer import checkpoints
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.models import GIN, GraphClassifier, NodeClassifier
 from torch.multiprocessing import ProcessContext
@@ -78,7 +78,7 @@ WAYS = {  # and names of signals
     "stall": lambda: time.sleep(300),
     "memory": lambda: throw(MEMORY),
     "nameless": lambda: throw(Nameless()),
-    "no space": lambda: setattr(sidecar, "write_stage", lambda *_: throw(FULL)),
+    "no space": lambda: setattr(checkpoints, "write_histories", lambda *_: throw(FULL)),
     "no space on the way": lambda: setattr(Transport, "_encode", lambda *_: throw(MEMORY)),
     "forward": torch.no_grad()(
         lambda: current.lightning_module.net(data.data.x, data.data.edge_index)),
@@ -111,7 +111,7 @@ Step._compute = failing("F", Step._compute)
 Step._differentiate = failing("B", Step._differentiate)
 Step._send = failing_in_phase("send", Step._send)
 Step._receive = failing_in_phase("receive", Step._receive)
-sidecar.write_stage = failing("save", sidecar.write_stage)
+checkpoints.write_histories = failing("save", checkpoints.write_histories)
 Transport.exchange = failing("exchange", Transport.exchange)
 Transport.sum_over_shards = failing("average", Transport.sum_over_shards)
 transport.make_mesh = failing("mesh", transport.make_mesh)

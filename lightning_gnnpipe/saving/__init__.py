@@ -1,1 +1,0 @@
-"""Checkpoint files: histories beside a checkpoint, and checkpoints as sharded folders."""
