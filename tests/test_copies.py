@@ -407,15 +407,3 @@ def test_what_shares_or_changes_weights_trains_as_plainly(
 def test_what_has_no_weights_of_its_own_is_refused(make: Make, num_stages: int, text: str) -> None:
     with pytest.raises(Exception, match=text):
         run(make, num_stages)
-
-
-HABITS = {
-    "a teacher: a copy, fixed or a moving average; tied weights; `weight_norm`": (
-        "works",
-        test_what_shares_or_changes_weights_trains_as_plainly,
-    ),
-    "a step of its own before the loss (`functional_call` with computed weights)": (
-        "refused: only trained weights",
-        test_what_has_no_weights_of_its_own_is_refused,
-    ),
-}

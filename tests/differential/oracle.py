@@ -8,7 +8,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.graph import chunk_order
+from tests.helpers.orders import order_of_step
 from tests.helpers.reference import StaleOracle
 
 
@@ -45,7 +45,7 @@ class Oracle(L.Callback):
                 oracle = StaleOracle(_Own(net, own), partition)  # type: ignore[arg-type]
                 self.oracles[key] = oracle
                 return oracle.exact(x, *args)
-            order = chunk_order(self.num_chunks, epoch=loop.total_batch_idx, seed=self.seed)
+            order = order_of_step(self.num_chunks, loop.total_batch_idx, self.seed)
             return self.oracles[key].chunked(x, *args, order=order)
 
         net.forward = forward

@@ -13,8 +13,9 @@ import pytest
 import lightning_gnnpipe
 from lightning_gnnpipe import errors, models, types
 from lightning_gnnpipe.callbacks.staleness import RefreshHow
+from lightning_gnnpipe.layers.support import REFUSED_CONVS
 from tests.docs.pages import PAGES, ROOT
-from tests.helpers import support_table
+from tests.helpers.convs import CASES, REFUSED
 
 DOCS = ROOT / "docs"
 NAMES = [name for name in lightning_gnnpipe.__all__ if not name.startswith("_")]
@@ -88,9 +89,15 @@ def test_the_pictures_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (folder / name).read_text() == str(picture), "run: python docs/pictures/draw.py"
 
 
-def test_the_page_on_support_is_up_to_date() -> None:
-    written = support_table.PAGE.read_text()
-    assert written == support_table.build_page(), "run: python -m tests.helpers.support_table"
+def test_the_page_on_support_lists_the_layers_that_are_tested() -> None:
+    text = (DOCS / "support.md").read_text()
+    exact = {case.conv for case in CASES}
+    [line] = [one for one in text.splitlines() if one.startswith("`AGNNConv`")]
+    assert set(re.findall(r"`(\w+)`", line)) == exact and f"## Exact: {len(exact)}" in text
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.M)) == REFUSED.keys()
+    assert f"## Refused: {len(REFUSED)}" in text
+    for kind, reason in REFUSED_CONVS.items():
+        assert f"| `{kind.__name__}` | {reason} |" in text
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

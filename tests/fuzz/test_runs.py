@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_gnnpipe import StalenessMonitor
-from lightning_gnnpipe.graph import chunk_order
 from tests.helpers.graphs import GraphCase, case_of
 from tests.helpers.launch import SEED, run_fit
 from tests.helpers.modules import NETS, ReferenceModule
+from tests.helpers.orders import order_of_step
 from tests.helpers.record import assert_steps_equal
 from tests.helpers.training import Refresh, train_with_oracle
 from tests.promises.test_p2_stale_gradient import Scale, callbacks_of, method, scale_of
@@ -81,7 +81,7 @@ def test_any_run_equals_the_oracle(
         oracle,
         case.data,
         case.partition,
-        orders=lambda epoch: chunk_order(case.num_chunks, epoch=epoch, seed=SEED),
+        orders=lambda epoch: order_of_step(case.num_chunks, epoch, SEED),
         refresh=refresh,
         num_epochs=NUM_EPOCHS,
         cross_chunk_grad_scale=scale_of(scale, name, case),

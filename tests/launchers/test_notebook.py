@@ -39,11 +39,3 @@ def test_the_example_runs_cell_by_cell(tmp_path: Path) -> None:
     assert [cell for cell in cells if cell.get("outputs")] == []
     text = run_script(tmp_path, INTERACTIVE + CELLS, NOTEBOOK, NOTEBOOK.parent).text
     assert "all cells have run" in text and "Fastest: Trainer(" in text
-
-
-HABITS = {
-    "a notebook, several devices": (
-        "processes are forks; weights and the last metrics come back",
-        test_the_example_runs_cell_by_cell,
-    ),
-}

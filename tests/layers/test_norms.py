@@ -15,9 +15,9 @@ import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.graph import chunk_order
 from lightning_gnnpipe.layers import check_support
 from tests.helpers.engines import one_process_engine
+from tests.helpers.orders import order_of_step
 from tests.passing.test_convs import assert_same, assert_step, move
 
 N, D, CHANNELS = 22, 4, 200
@@ -203,7 +203,7 @@ def test_norm_on_chunks_equals_the_oracle(name: str, recompute: bool) -> None:
     check_support(net, num_chunks=CHUNKS)
     oracle = Oracle(reference)
     for epoch in range(4):
-        order = chunk_order(CHUNKS, epoch=epoch + 1, seed=0)
+        order = order_of_step(CHUNKS, epoch + 1, 0)
         expected = oracle.chunked(*graph, order) if epoch else oracle.exact(*graph)
         assert_step(steps.engine, {"x": graph[0], "edge_index": graph[1]}, net, expected, reference)
         move(net, 0.05)

@@ -13,7 +13,7 @@ from torch_geometric.utils import add_self_loops, degree
 
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.graph import chunk_order, plan_from_assignment
+from lightning_gnnpipe.graph import plan_from_assignment
 from lightning_gnnpipe.layers import check_support, find_convs, find_layers, intercept
 from lightning_gnnpipe.layers.support import EXACT_AGGREGATIONS, EXACT_CONVS, REFUSED_CONVS
 from lightning_gnnpipe.passing import MessageContext
@@ -28,6 +28,7 @@ from tests.helpers.convs import (
     D,
 )
 from tests.helpers.engines import one_process_engine
+from tests.helpers.orders import order_of_step
 from tests.helpers.reference import StaleOracle
 
 pytestmark = [
@@ -175,7 +176,7 @@ def assert_step(
 
 def next_order(engine: PipelineEngine) -> tuple[int, ...]:
     """Return the order of the three chunks in the next `assert_step`."""
-    return chunk_order(3, epoch=engine.step.step_index + 1, seed=0)
+    return order_of_step(3, engine.step.step_index + 1, 0)
 
 
 @pytest.mark.some_cases(2)

@@ -331,17 +331,3 @@ def test_label_masks_drawn_in_each_step_leak_nothing() -> None:
         trainer.fit(module, DataLoader([graph], batch_size=None))
         losses[num_chunks] = torch.tensor(module.losses)
     torch.testing.assert_close(losses[8], losses[1], rtol=0, atol=1e-8)
-
-
-HABITS = {
-    "a few graphs or snapshots in turn": (
-        "works; each has histories of its own",
-        test_inputs_that_come_again_are_pipelined,
-        *("three inputs, each with rows of its own", "two graphs"),
-    ),
-    "noise, dropout or masks of known labels outside of `forward`": (
-        "works; each step runs exactly, which a warning says",
-        test_an_input_that_is_new_in_each_step_runs_exactly,
-        *("noise", "dropout", "known labels"),
-    ),
-}

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from lightning_gnnpipe import EmbeddingRefresh, StalenessWarmup
-from lightning_gnnpipe.graph import chunk_order
 from lightning_gnnpipe.staleness import METHODS, StalenessMethod
 from tests.helpers.cases import covering, name_of, slow, some
 from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.launch import SEED, run_fit
 from tests.helpers.modules import NETS, ReferenceModule
+from tests.helpers.orders import order_of_step
 from tests.helpers.record import assert_steps_equal
 from tests.helpers.training import Refresh, train_with_oracle
 
@@ -82,7 +82,7 @@ def assert_equals_oracle(
         oracle,
         case.data,
         case.partition,
-        orders=lambda epoch: chunk_order(case.num_chunks, epoch=epoch, seed=SEED),
+        orders=lambda epoch: order_of_step(case.num_chunks, epoch, SEED),
         refresh=RULES[rule],
         num_epochs=NUM_EPOCHS,
         cross_chunk_grad_scale=scale_of(scale, name, case),

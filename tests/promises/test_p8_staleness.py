@@ -16,9 +16,10 @@ from lightning_gnnpipe import (
     StalenessMonitor,
     StalenessWarmup,
 )
-from lightning_gnnpipe.graph import chunk_order, plan_from_assignment
+from lightning_gnnpipe.graph import plan_from_assignment
 from lightning_gnnpipe.models import GNN, NodeClassifier
 from lightning_gnnpipe.staleness import StalenessMethod
+from tests.helpers.orders import order_of_step
 from tests.helpers.trainers import quiet_trainer
 
 N, K, SEED = 40, 5, 11
@@ -78,7 +79,7 @@ def test_p8_stale_reads_are_of_chunks_that_come_later(num_stages: int, tmp_path:
     callbacks = StalenessWarmup(num_epochs=2), EmbeddingRefresh(1)
     steps = run(tmp_path, *callbacks, num_stages=num_stages)
     for epoch, step in enumerate(steps):
-        order = chunk_order(K, epoch=epoch, seed=SEED)
+        order = order_of_step(K, epoch, SEED)
         later = {(reader, source) for i, reader in enumerate(order) for source in order[i:]}
         pairs = {(reader, source) for reader in sources for source in sources[reader]}
         expected = [] if epoch < 2 else sorted(pairs & later)

@@ -109,15 +109,3 @@ def of_one_graph(net: Any, data: Data) -> Any:
 def test_attention_beside_the_layers_runs_on_all_rows() -> None:
     options = {"trans_dropout": 0.0, "gnn_dropout": 0.0}
     assert_alike(lambda: gnn.SGFormer(D, 8, 3, **options), of_one_graph)
-
-
-HABITS = {
-    "attention over all nodes beside or behind the layers: `SGFormer`": (
-        "works; it runs on all nodes on each device",
-        test_attention_beside_the_layers_runs_on_all_rows,
-    ),
-    "sums and attention over all nodes between layers: `h.mean(0)`, `k.t() @ v`, `GPSConv`": (
-        "refused: put them behind the last layer, use a norm of PyG, or `num_chunks=1`",
-        test_what_combines_all_nodes_between_layers_is_refused_in_words,
-    ),
-}

@@ -194,20 +194,3 @@ def test_a_module_of_the_other_package_says_which_import_to_use() -> None:
         L.Trainer(accelerator="cpu", strategy=GNNPipeStrategy(), devices=1, logger=False).fit(
             other.LightningModule()
         )
-
-
-HABITS = {
-    "a script with `import pytorch_lightning`": (
-        "refused: write `import lightning as L`",
-        test_a_name_of_the_strategy_in_the_other_package_says_which_import_to_use,
-    ),
-    "`torch.compile(net)`, `net.compile()`, compiled layers, a compiled `forward`": (
-        "runs as it is written, which a warning says; compiled again after `fit`",
-        test_what_is_compiled_trains_as_it_is_written_and_says_so,
-        *WAYS,
-    ),
-    "`torch.jit.script` or `torch.jit.trace` of a network or layer": (
-        "refused: use it as it was before",
-        test_networks_of_torch_jit_are_refused_at_once,
-    ),
-}

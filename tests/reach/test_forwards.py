@@ -13,9 +13,9 @@ from torch_geometric.data import Data
 from torch_geometric.nn import DeepGraphInfomax, GCNConv, SAGEConv
 
 from lightning_gnnpipe import FullGraphDataModule
-from lightning_gnnpipe.graph import chunk_order
 from tests.helpers.graphs import communities
 from tests.helpers.launch import SEED
+from tests.helpers.orders import order_of_step
 from tests.helpers.reference import StaleOracle
 from tests.helpers.trainers import quiet_trainer, weights
 
@@ -83,7 +83,7 @@ def train_by_oracle(kind: str, *, is_exact: bool) -> Module:
     oracles = [StaleOracle(module.net, CASE.partition) for _ in views(kind, 0)]
     optimizer = module.configure_optimizers()
     for step in range(NUM_STEPS):
-        order = chunk_order(CASE.num_chunks, epoch=step, seed=SEED)
+        order = order_of_step(CASE.num_chunks, step, SEED)
         found = []
         for call, (oracle, view) in enumerate(zip(oracles, views(kind, step), strict=True)):
             is_new = step == 0 or (kind == "shuffled" and call == 1)
@@ -221,21 +221,3 @@ def test_habits_equal_a_plain_trainer_and_train_in_chunks(kind: type[Infomax]) -
 
 
 equals_plain = test_habits_equal_a_plain_trainer_and_train_in_chunks
-HABITS = {
-    "two views, positives and negatives, or a second graph, before one backward": (
-        "works; each call has histories of its own",
-        test_forwards_of_a_step_have_histories_of_their_own,
-        *("fixed", "twice", "graphs"),
-    ),
-    "features that are shuffled in each step (`DeepGraphInfomax`)": (
-        "works; that call runs exactly",
-        equals_plain,
-        "Infomax",
-    ),
-    "several backwards a step by `manual_backward` (FLAG)": (
-        "works; moved features run exactly",
-        equals_plain,
-        "Adversarial",
-    ),
-    "two optimizers: an encoder and a discriminator": ("works", equals_plain, "Pair"),
-}

@@ -185,22 +185,3 @@ def test_links_train_in_chunks(kind: type[Links], net: Callable[[], nn.Module]) 
 def test_links_train_in_two_stages(kind: type[Links], net: Callable[[], nn.Module]) -> None:
     one, two = fit(kind, net, 3), fit(kind, net, 3, stages=2)
     torch.testing.assert_close(weights(two), weights(one), rtol=0, atol=1e-9)
-
-
-HABITS = {
-    "`RandomLinkSplit`, new `negative_sampling` in each epoch, a decoder outside": (
-        'with `pipelined_module="net.encode"`; neighbours stay as they are',
-        test_links_train_in_chunks,
-        *("Links", "Predictor"),
-    ),
-    "the same with `edge_label_index` in `forward`, in one call or two": (
-        "works",
-        test_links_train_in_chunks,
-        *("InForward", "Apart"),
-    ),
-    "the same in batches of pairs, with an optimizer step each": (
-        "works",
-        test_links_train_in_chunks,
-        "InBatches",
-    ),
-}

@@ -352,24 +352,3 @@ def test_matrices_of_torch_sparse(name: str, monkeypatch: pytest.MonkeyPatch) ->
         edges = on_edges("sage" if name == "sage weighted" else name)
         assert_same(fit(make, call, data, 3), fit(make, edges, data, 3), 1e-10)
     assert_alike(make, call, data)
-
-
-HABITS = {
-    "`adj_t` of `T.ToSparseTensor`; `torch.sparse_csr`, `sparse_coo`, `sparse_csc`": (
-        "works; its entries are edges with weights",
-        test_chunks_equal_the_same_network_on_edges,
-    ),
-    "`SparseTensor` of torch-sparse": (
-        "works (shown with a stand-in)",
-        test_matrices_of_torch_sparse,
-    ),
-    "products in `forward`: `torch.spmm(adj, x)`, `adj @ x`, `adj.t()`, `adj.to_dense()`": (
-        'refused: write `SimpleConv(aggr="sum")(x, adj)`, or multiply behind the last layer',
-        test_products_between_layers_are_refused_in_words,
-    ),
-    "`EdgeIndex`": ("works", test_an_edge_index_of_pyg_is_a_tensor_of_edges),
-    "sparse features, a matrix that is not square": (
-        "refused: pass `x.to_dense()`, or one matrix over all nodes",
-        test_matrices_that_are_not_over_the_nodes_are_refused,
-    ),
-}

@@ -334,12 +334,3 @@ def test_what_changes_often_is_told_once(caplog: pytest.LogCaptureFixture) -> No
     net.mask.fill_(0.5)
     torch.testing.assert_close(engine.forward(inputs, {}), net(*inputs))
     assert len(engine.model._modes) == num_modes
-
-
-HABITS = {
-    "decisions and loops on numbers of nodes: `if x.size(0) > 1000`, `len(x)`": (
-        "refused: decide in `training_step`",
-        test_what_a_forward_leaves_behind_is_refused,
-        *("a decision on rows", "a loop over rows", "length"),
-    ),
-}
