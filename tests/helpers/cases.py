@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import product
 from typing import Any
 
 import pytest
 
 
-def covering(*parameters: Iterable[Any]) -> list[Any]:
-    """Return the product of `parameters`, slow but for a selection that has each value."""
+def covering(*parameters: Iterable[Any], times: int = 2) -> list[Any]:
+    """Return combinations in which each value of the longest parameter comes so many times.
+
+    The values of the others go round beside it, each time with others. All but the first round are
+    slow.
+    """
     values = [list(one) for one in parameters]
-    numbers = [range(len(one)) for one in values]
-    chosen = {tuple(turn % len(one) for one in values) for turn in range(max(map(len, values)))}
-    return [
-        (pytest.param if one in chosen else slow)(
-            *(value[i] for value, i in zip(values, one, strict=True))
+    most, found = max(map(len, values)), dict[tuple[int, ...], Any]()
+    for turn in range(times * most):
+        where = tuple(
+            (turn % most + turn // most * number) % len(one) for number, one in enumerate(values)
         )
-        for one in product(*numbers)
-    ]
-
-
-def some(cases: Iterable[Any], *, every: int) -> list[Any]:
-    """Return `cases`, slow but for the first, the one that comes `every` cases later, and so on."""
-    rows = [one if isinstance(one, tuple) else (one,) for one in cases]
-    return [(slow if turn % every else pytest.param)(*one) for turn, one in enumerate(rows)]
+        case = [one[i] for one, i in zip(values, where, strict=True)]
+        found.setdefault(where, (pytest.param if turn < most else slow)(*case))
+    return list(found.values())
 
 
 def slow(*case: Any) -> Any:

@@ -17,7 +17,7 @@ from lightning_gnnpipe.graph import plan_from_assignment
 from lightning_gnnpipe.layers import check_support, find_convs, find_layers, intercept
 from lightning_gnnpipe.layers.support import EXACT_AGGREGATIONS, EXACT_CONVS, REFUSED_CONVS
 from lightning_gnnpipe.passing import MessageContext
-from tests.helpers.cases import name_of, some
+from tests.helpers.cases import name_of
 from tests.helpers.convs import (
     BY_SELF_CHECK,
     CASES,
@@ -180,7 +180,7 @@ def next_order(engine: PipelineEngine) -> tuple[int, ...]:
 
 
 @pytest.mark.some_cases(2)
-@pytest.mark.parametrize("case", some([*CASES, *OWN], every=2), ids=name_of)
+@pytest.mark.parametrize("case", [*CASES, *OWN], ids=name_of)
 def test_p4_conv_in_the_pipeline_equals_the_oracle(case: ConvCase) -> None:
     """An exact step equals PyG, a step in chunks behind it as well; a stale one the oracle."""
     batch = make_batch(case=case)

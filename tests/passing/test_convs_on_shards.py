@@ -14,7 +14,6 @@ from torch import nn
 from torch_geometric.nn.conv import spline_conv
 
 from lightning_gnnpipe.errors import UnsupportedError
-from tests.helpers.cases import some
 from tests.helpers.convs import CASES, ConvCase, ConvNet, D, attributed
 from tests.helpers.engines import one_process_engine
 from tests.helpers.reference import StaleOracle
@@ -87,7 +86,8 @@ def run_rank(rank: int, folder: str, turn: int) -> None:
     assert not failed, "\n".join(failed)
 
 
-@pytest.mark.parametrize("turn", some(range(NUM_TURNS), every=NUM_TURNS))
+@pytest.mark.some_cases(1)
+@pytest.mark.parametrize("turn", range(NUM_TURNS))
 def test_p4_convs_are_exact_on_shards(turn: int, tmp_path: Path) -> None:
     """Each turn has other layers: there are several of each kind."""
     mp.start_processes(run_rank, (str(tmp_path), turn), nprocs=NUM_SHARDS, start_method="fork")

@@ -210,14 +210,14 @@ DEVICES = [(1, 1), (1, 6), (2, 1), (2, 6), (1, 4, 2)]
 
 
 @pytest.mark.some_cases(3)
-@pytest.mark.parametrize(("place", "habit", "layout"), covering(STEPS, HABITS, DEVICES))
+@pytest.mark.parametrize(("place", "habit", "layout"), covering(STEPS, HABITS, DEVICES, times=4))
 def test_p12_in_steps_of_evaluation(place: str, habit: str, layout: tuple[int, ...]) -> None:
     """With gradients, in part in train mode, or with random numbers: the user's own numbers."""
     run(place, habit, layout)
 
 
 @pytest.mark.some_cases(3)
-@pytest.mark.parametrize(("place", "habit", "layout"), covering(HOOKS, HABITS, DEVICES))
+@pytest.mark.parametrize(("place", "habit", "layout"), covering(HOOKS, HABITS, DEVICES, times=4))
 def test_p12_in_hooks(place: str, habit: str, layout: tuple[int, ...]) -> None:
     """On the first rank alone."""
     run(place, habit, layout)

@@ -22,7 +22,6 @@ from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import Matrices, assemble, matrix
 from lightning_gnnpipe.stages import find_pipelined
 from tests.helpers.alike import Fits, Forward, assert_alike, fit
-from tests.helpers.cases import some
 from tests.helpers.trainers import weights
 
 N, D, C = 13, 6, 3
@@ -171,7 +170,7 @@ def on_edges(name: str) -> Forward:
 
 
 @pytest.mark.some_cases(2)
-@pytest.mark.parametrize(("name", "layout"), some(CASES, every=2))
+@pytest.mark.parametrize(("name", "layout"), CASES)
 def test_one_chunk_equals_plain_pyg(name: str, layout: str) -> None:
     make, values = NETS[name]
     assert_alike(make, on_matrix(layout), data_of(values))
