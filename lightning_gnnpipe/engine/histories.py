@@ -100,4 +100,4 @@ class Histories:
             self.store = HistoryStore(plan.num_rows, plan.num_chunks, options, ends, graph.cut_frac)
         else:
             self.store = SharedStore(plan, self._transport, options, ends, graph.cut_frac)
-        self.writing = MessageContext(self.store, plan, graph.reading.functions)
+        self.writing = MessageContext(self.store, plan, graph.reading.edges)

@@ -26,13 +26,15 @@ from lightning_gnnpipe._compat_pyg import (
 )
 from lightning_gnnpipe._compat_torch import BATCH_NORM
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.layers.direction import direct
 from lightning_gnnpipe.layers.native import NativeContext, deferred
 from lightning_gnnpipe.layers.normalize import localized
 from lightning_gnnpipe.layers.relations import RELATIONAL, check_order, related
 from lightning_gnnpipe.layers.statistics import has_statistics, whole_statistics
 from lightning_gnnpipe.passing import (
     ROWS,
+    CallKey,
+    ChunkMatrix,
+    Entries,
     LinearRule,
     MessageContext,
     Replacement,
@@ -114,11 +116,57 @@ def _replacements(
     if any(isinstance(conv, RELATIONAL) for conv in layers.convs.values()):
         yield from related(layers.convs, context)
     for name, conv in layers.convs.items():
-        replaced: dict[str, Any] = {"forward": direct(name, conv, context)}
+        replaced: dict[str, Any] = {"forward": _direct(name, conv, context)}
         if not isinstance(conv, gnn.HGTConv):  # has widened its rows before: see `related`
             for method in ("propagate", "edge_updater"):
                 replaced[method] = _wrap(name, conv, method, context)
         yield conv, replaced
+
+
+def _direct(name: str, conv: MessagePassing, context: MessageContext) -> Callable[..., Any]:
+    """Return the layer's forward, with the chunk's edges in the direction that it reads them.
+
+    A layer on turned edges (DirGNNConv), or with flow "target_to_source", needs the edges that
+    start in the chunk. With this flow it runs as a "source_to_target" layer on turned edges.
+    """
+    original, is_upstream = conv.forward, conv.flow == "target_to_source"
+
+    @context.in_layer
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not (is_upstream or context.chooses_edges):
+            return original(*args, **kwargs)
+
+        def call(given: Any, edges: Any) -> Any:
+            """Call the layer with `edges` instead of `given`."""
+            named = {key: edges if value is given else value for key, value in kwargs.items()}
+            return original(*(edges if value is given else value for value in args), **named)
+
+        values = (*args, *kwargs.values())
+        matrix = next((one for one in values if isinstance(one, ChunkMatrix)), None)
+        if matrix is not None:
+            with matrix.along() as entries:
+                # ClusterGCNConv asks for a square matrix; it only counts the entries of a row.
+                is_square = isinstance(conv, gnn.ClusterGCNConv) and entries.layout is not None
+                return call(matrix, entries.edges if is_square else context.as_matrix(entries))
+        found = {id(at): (one, at) for one in values if (at := context.find(one)) is not None}
+        if len(found) != 1:  # none, or several sets: `propagate` finds them
+            if is_upstream and not context.sees_all:
+                raise UnsupportedError(
+                    f"Layer '{name}' with flow='target_to_source' has no edge_index that is an "
+                    "argument of forward, or several.\nA chunk has the edges that end in its "
+                    "nodes.\nPass edge_index.flip(0) as an argument, to a layer without flow=."
+                )
+            return original(*args, **kwargs)
+        ((given, at),) = found.values()
+        # On the whole graph without histories, PyG handles turned edges itself.
+        if context.is_plain or not (at.is_reverse or is_upstream):
+            with context.along(given):
+                return original(*args, **kwargs)
+        downstream = replace_attributes(conv, {"flow": "source_to_target"})
+        with context.directed(at.edge_set, at.is_reverse != is_upstream) as edges, downstream:
+            return call(given, edges)
+
+    return run
 
 
 def _wrap(
@@ -128,29 +176,29 @@ def _wrap(
     original = getattr(conv, method)
     is_propagate, is_mesh = method == "propagate", isinstance(conv, MESH_CNN_CONV)
     rule = linear_rule(conv) if is_propagate else None
-    is_linear = rule is not None
+    read = (*arguments_of("propagate", conv), *arguments_of("edge_updater", conv))
     sources = frozenset(one[:-2] for one in arguments_of(method, conv) if one.endswith("_j"))
+    by_target = frozenset(one[:-2] for one in read if one.endswith("_i"))
     kept = sources & frozenset(arguments_of_update(conv)) if is_propagate else frozenset()
 
     def run(edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
         if is_propagate and conv.decomposed_layers > 1:
             return _in_pieces(conv, run, edge_index, sources, kwargs)
-        entries = context.entries_of(edge_index)
-        with context.along(edge_index if entries is None else entries.edges):
-            return run_along(edge_index, kwargs)
-
-    def run_along(edge_index: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        if is_mesh:
-            check_order(name, conv, edge_index, context)
-        call = context.next_call(name)
+        call, entries = context.next_call(name), context.entries_of(edge_index)
         if rule is not None and conv.flow == "source_to_target":
-            summed = _aggregate((name, call), conv, rule, edge_index, kwargs, context)
+            key = CallKey(context.segment, name, call, ROWS)
+            summed = _weighted_sum(key, conv, rule, edge_index, entries, kwargs, context)
             if summed is not None:
                 return summed
-        chunk, wide = context.chunk, dict(kwargs)
+        with context.along(edge_index if entries is None else entries.edges):
+            return pass_messages(call, edge_index, kwargs)
+
+    def pass_messages(call: int, edge_index: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        if is_mesh:
+            check_order(name, conv, edge_index, context)
+        chunk, wide = context.at.chunk, dict(kwargs)
         for argument in sources & kwargs.keys():
-            key = (name, call, argument)
-            wide[argument] = _widen(context, key, kwargs[argument], conv, is_linear=is_linear)
+            wide[argument] = widen(call, argument, kwargs[argument])
         size = (chunk.num_nodes + chunk.num_halo, chunk.num_nodes)
         replaced = {}
         own = {key: kwargs[key] for key in kept & kwargs.keys()}
@@ -164,14 +212,25 @@ def _wrap(
         finally:
             context.is_passing = False
 
+    def widen(call: int, argument: str, value: Any) -> Any:
+        """Widen the source side of an argument: a tensor, or a (source, target) pair."""
+        is_pair = isinstance(value, tuple | list)
+        source, target = value if is_pair else (value, value)
+        if not isinstance(source, Tensor):
+            return value
+        place = name, call, argument
+        wide = context.widen(*place, source, conv.node_dim, is_linear=rule is not None)
+        return (wide, target) if is_pair or argument in by_target else wide
+
     return run
 
 
-def _aggregate(
-    call: tuple[str, int],
+def _weighted_sum(
+    key: CallKey,
     conv: MessagePassing,
     rule: LinearRule,
-    edge_index: Any,
+    edges: Any,
+    entries: Entries | None,
     kwargs: Mapping[str, Any],
     context: MessageContext,
 ) -> Tensor | None:
@@ -179,9 +238,8 @@ def _aggregate(
     value = kwargs.get(ROWS)
     rows = value[0] if isinstance(value, tuple | list) else value
     weight = None if rule.weight is None else kwargs.get(rule.weight)
-    entries = context.entries_of(edge_index)
     if entries is not None:
-        edge_index = entries.edges
+        edges = entries.edges
         if conv.fuse:
             if not multiplies_matrix(conv):
                 return None
@@ -189,7 +247,7 @@ def _aggregate(
             weight = None if drops_values else entries.weight
         elif rule.weight == "edge_weight" and weight is None:
             weight = entries.weight
-    return context.weighted_sum((*call, ROWS), edge_index, rows, weight, is_mean=rule.is_mean)
+    return context.weighted_sum(key, edges, rows, weight, is_mean=rule.is_mean)
 
 
 def _in_pieces(
@@ -205,28 +263,6 @@ def _in_pieces(
     parts = [kwargs | dict(zip(given, piece, strict=True)) for piece in pieces]
     with replace_attributes(conv, UNDECOMPOSED):
         return torch.cat([run(edge_index, **part) for part in parts], dim=-1)
-
-
-def _widen(
-    context: MessageContext,
-    key: tuple[str, int, str],
-    value: Any,
-    conv: MessagePassing,
-    *,
-    is_linear: bool,
-) -> Any:
-    """Widen the source side of an argument: a tensor, or a (source, target) pair."""
-    if isinstance(value, tuple | list):
-        source, target = value
-        if source is None:
-            return (None, target)
-        return (context.widen(*key, source, conv.node_dim, is_linear=is_linear), target)
-    if not isinstance(value, Tensor):
-        return value
-    wide = context.widen(*key, value, conv.node_dim, is_linear=is_linear)
-    read = (*arguments_of("propagate", conv), *arguments_of("edge_updater", conv))
-    is_read_by_target = f"{key[2]}_i" in read
-    return (wide, value) if is_read_by_target else wide
 
 
 def without_memory(convs: Mapping[str, MessagePassing]) -> ExitStack:

@@ -78,13 +78,18 @@ def _of_the_batch(
     function: Callable[[Tensor, Tensor | None], Any],
 ) -> tuple[Tensor, Tensor] | None:
     """Return the chunk's part of `function` on the whole graph; None if inputs are computed."""
-    if edge_index is not context.chunk.edge_index:
+    at = context.at
+    known = at.known.get(key)
+    if known is not None and known[0] is edge_index and known[1] is weight:
+        part: tuple[Tensor, Tensor] = known[2]
+        return part
+    whole, name = context.whole_leaf(weight), context.leaf_name(weight)
+    if edge_index is not at.chunk.edge_index or (weight is not None and whole is None):
         return None
-    whole = context.whole_leaf(weight)
-    if weight is not None and whole is None:
-        return None
-    full_key, edges = (key, context.edges_key, context.leaf_name(weight)), context.whole.edge_index
-    return context.functions.part(full_key, whole, context.chunk, lambda: function(edges, whole))
+    full_key, edges = (key, at.edge_set, at.is_reverse, name), at.whole.edge_index
+    part = context.edges.part(full_key, whole, at.chunk, lambda: function(edges, whole))
+    at.known[key] = edge_index, weight, part
+    return part
 
 
 def _local_norm(
@@ -101,7 +106,7 @@ def _local_norm(
     entries = context.entries_of(edge_index)
     if entries is not None:
         return _local_matrix_norm(context, entries, improved, add_self_loops, flow, dtype)
-    num_nodes = context.chunk.num_nodes
+    num_nodes = context.at.chunk.num_nodes
     options = (improved, add_self_loops, flow, dtype)
     if flow != "source_to_target":  # called by the model itself, or with edges that it changed
         if not context.sees_all:
@@ -114,7 +119,7 @@ def _local_norm(
         return gcn_norm(edge_index, edge_weight, num_nodes, *options)
 
     def normalise(edges: Tensor, weight: Tensor | None) -> Any:
-        return gcn_norm(edges, weight, context.whole.num_nodes, *options)
+        return gcn_norm(edges, weight, context.at.whole.num_nodes, *options)
 
     key = ("gcn_norm", *options)
     known = _of_the_batch(context, key, edge_index, edge_weight, normalise)
@@ -132,7 +137,7 @@ def _local_norm(
 def _by_degrees(context: MessageContext, edge_index: Tensor, weight: Tensor) -> Tensor:
     """Return normalised weights: push the chunk's degrees to the power of -1/2, pull the halo's."""
     source, target = edge_index
-    root = scatter(weight, target, 0, context.chunk.num_nodes, reduce="sum").pow(-0.5)
+    root = scatter(weight, target, 0, context.at.chunk.num_nodes, reduce="sum").pow(-0.5)
     own = root.masked_fill(root == float("inf"), 0.0)
     wide = context.widen("gcn_norm", context.next_call("gcn_norm"), "degree", own)
     return wide[source] * weight * wide[target]
@@ -150,7 +155,7 @@ def _local_matrix_norm(
     options = (improved, adds_loops, flow, dtype)
 
     def normalise(edges: Tensor, weight: Tensor | None) -> Any:
-        num_nodes = context.whole.num_nodes
+        num_nodes = context.at.whole.num_nodes
         matrix = replace(entries, edges=edges, weight=weight).build(num_nodes, num_nodes)
         found = gcn_norm(matrix, None, num_nodes, *options)
         index, values = to_edge_index(found[0] if isinstance(found, tuple) else found)
@@ -162,7 +167,7 @@ def _local_matrix_norm(
     if known is None:
         assert weight is not None
         if adds_loops:
-            loop, num_nodes = 2.0 if improved else 1.0, context.chunk.num_nodes
+            loop, num_nodes = 2.0 if improved else 1.0, context.at.chunk.num_nodes
             edges, weight = add_self_loops(edges, weight, loop, num_nodes)
         known = edges, _by_degrees(context, edges, weight)
     matrix = context.as_matrix(replace(entries, edges=known[0], weight=known[1]))
@@ -180,11 +185,13 @@ def _local_laplacian(
     """`get_laplacian` for one chunk: local edges with self-loops, and weights."""
 
     def compute(edges: Tensor, weight: Tensor | None) -> Any:
-        return get_laplacian(edges, weight, normalization, dtype, context.whole.num_nodes)
+        return get_laplacian(edges, weight, normalization, dtype, context.at.whole.num_nodes)
 
     key = ("get_laplacian", normalization, dtype)
     known = _of_the_batch(context, key, edge_index, edge_weight, compute)
-    is_whole = context.sees_all or edge_index is context.whole.edge_index  # for `_local_rescaled`
+    is_whole = (
+        context.sees_all or edge_index is context.at.whole.edge_index
+    )  # for `_local_rescaled`
     if known is None and not is_whole:
         raise _refuse_laplacian()
     return known or get_laplacian(edge_index, edge_weight, normalization, dtype, num_nodes)
@@ -205,7 +212,7 @@ def _local_rescaled(
     options = (normalization, lambda_max, dtype)
 
     def compute(edges: Tensor, weight: Tensor | None) -> Any:
-        return original(edges, context.whole.num_nodes, weight, *options)
+        return original(edges, context.at.whole.num_nodes, weight, *options)
 
     known = None
     if batch is None and not isinstance(lambda_max, Tensor):
@@ -236,15 +243,15 @@ def _local_loops(
     """Self-loops for the nodes of one chunk, if a layer does not pass `num_nodes`."""
     if num_nodes is not None or is_matrix(edge_index):
         return original(edge_index, edge_attr, fill_value, num_nodes)
-    if context.edges_key[0] is None:
+    if context.at.edge_set is None:
         raise UnsupportedError(
             expected=f"a layer on several edge sets to pass 'num_nodes' to {original.__name__}()",
             found="none",
             remedy="Pass num_nodes=x.size(0).",
         )
-    num_nodes = context.chunk.num_nodes
+    num_nodes = context.at.chunk.num_nodes
     edges, attr = original(edge_index, edge_attr, fill_value, num_nodes)
     # PyG infers the number of nodes from the largest index: nodes beyond it get no loop.
     keep = torch.ones(edges.size(1), dtype=torch.bool, device=edges.device)
-    keep[edges.size(1) - num_nodes :] = context.are_numbered()
+    keep[edges.size(1) - num_nodes :] = context.at.are_numbered()
     return edges[:, keep], None if attr is None else attr[keep]

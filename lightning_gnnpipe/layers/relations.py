@@ -52,14 +52,14 @@ def _group(names: Mapping[int, str], context: MessageContext) -> Callable[..., A
 
 def _mean_over_nodes(layer: str, rows: Tensor, context: MessageContext) -> Tensor:
     """Return the mean over all chunks; `rows` of this chunk: `[num_nodes_of_chunk, *]`."""
-    store, between = context.store, context.plan.between_chunks
+    store, at = context.store, context.at
     assert store is not None
-    is_whole = context.is_whole
-    chunks = context.plan.chunks if is_whole else (context.chunk,)
-    node = between.whole.chunks[0] if is_whole else between.chunks[context.chunk.index]
+    is_whole, between = context.is_whole, at.plan.between_chunks
+    chunks = at.plan.chunks if is_whole else (at.chunk,)
+    node = between.whole.chunks[0] if is_whole else between.chunks[at.chunk.index]
     dtype = torch.promote_types(rows.dtype, torch.float32)
     parts = torch.split(rows, [chunk.num_nodes for chunk in chunks])
-    shares = torch.stack([part.sum(0, dtype=dtype) for part in parts]) / context.whole.num_nodes
+    shares = torch.stack([part.sum(0, dtype=dtype) for part in parts]) / at.whole.num_nodes
     key = context.next_key(layer)
     wide = context.exchange(shares, store.by_chunk, key, node, is_linear=True)
     return wide.sum(0).to(rows.dtype)
@@ -90,8 +90,8 @@ def check_order(
     It reads edges 4 i, ..., 4 i + 3 as the neighbours a, b, c and d. Plans sort edges by target and
     keep the order of edges with one target. Any other group would be split, even on one chunk.
     """
-    is_own = edge_index is context.chunk.edge_index and not context.edges_key[1]
-    if is_own and context.functions.has_groups(context.plan, _GROUP):
+    is_own = edge_index is context.at.chunk.edge_index and not context.at.is_reverse
+    if is_own and context.at.has_groups(_GROUP):
         return
     raise UnsupportedError(
         expected=f"the edges of layer '{name}', a {type(conv).__name__}, in groups of {_GROUP} "

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.passing import CallKey, MessageContext, Replacement, ShardLink
-from lightning_gnnpipe.staleness import RowMoments
+from lightning_gnnpipe.passing import CallKey, MessageContext, Replacement
+from lightning_gnnpipe.staleness import RowMoments, ShardLink
 
 # From a norm, and mean and variance `[channels]`, to scale (None for 1) and shift `[channels]`.
 Formula = Callable[[Any, Tensor, Tensor], tuple[Tensor | None, Tensor]]
@@ -91,13 +91,13 @@ def whole_statistics(
 def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor]:
     original, kind = norm.forward, type(norm)
 
-    @context.in_layer()
+    @context.in_layer
     def run(*args: Any, **kwargs: Any) -> Tensor:
         store = context.store
         given = (value for value in (*args, *kwargs.values()) if value is not None)
         x, *more = (value for value in given if store is None or not _means_one_graph(value))
         if kind is gnn.GraphSizeNorm and store is not None and not more:
-            return x * context.whole.num_nodes**-0.5
+            return x * context.at.whole.num_nodes**-0.5
         if name in context.replaced and not _uses_statistics(norm):
             _replace_running(norm, x, context.next_key(name), context)
         is_split = store is not None and store.shards is not None
@@ -112,7 +112,7 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
             raise _refuse(name, norm, x)
         if context.is_whole and has_formula and not context.is_replay:
             # Inside `propagate` rows may be messages, which belong to no chunk.
-            counts = None if context.is_passing else [c.num_nodes for c in context.plan.chunks]
+            counts = None if context.is_passing else [c.num_nodes for c in context.at.plan.chunks]
             mean, var, count = store.moments.keep(key, x.detach(), counts)
             if context.is_refresh:
                 result = _normalize(norm, x, mean, var)
@@ -130,10 +130,10 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
         x, sums = cast(Any, _RowSums).apply(x, moments)
         if store.shards is not None:
             sums = cast(Any, _SumOverShards).apply(sums, store.shards)
-        sums = moments.pooled(context.chunk.index, sums)
+        sums = moments.pooled(context.at.chunk.index, sums)
         if moments.is_complete and not context.is_replay:
             update_running(norm, *moments.present())
-        result = _normalize(norm, x, *moments.mean_and_var(context.chunk.index, sums))
+        result = _normalize(norm, x, *moments.mean_and_var(context.at.chunk.index, sums))
         return result.to(context.dtypes.get(key, result.dtype))
 
     return run

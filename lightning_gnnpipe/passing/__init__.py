@@ -1,7 +1,8 @@
 """Message passing on one chunk: rows of other chunks come from histories."""
 
-from lightning_gnnpipe.passing.aggregate import ROWS, LinearRule, linear_rule
+from lightning_gnnpipe.passing.aggregate import ROWS, CallKey, LinearRule, Tape, linear_rule
 from lightning_gnnpipe.passing.context import (
+    EdgeLeaves,
     InLayer,
     MessageContext,
     Replacement,
@@ -10,7 +11,6 @@ from lightning_gnnpipe.passing.context import (
     replace_attributes,
     replaces,
 )
-from lightning_gnnpipe.passing.interfaces import CallKey, EdgeLeaves, HaloStore, ShardLink, Tape
 from lightning_gnnpipe.passing.matrix import (
     ChunkMatrix,
     Entries,

@@ -1,4 +1,4 @@
-"""Autograd functions that exchange rows and gradients between chunks.
+"""Autograd functions that exchange embeddings and gradients between chunks.
 
 Source: GNNPipe (arXiv 2308.10087), as the exact gradient of what was computed: a stale row is a
 constant.
@@ -6,9 +6,9 @@ constant.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch_geometric.nn as gnn
@@ -18,11 +18,26 @@ from torch_geometric.nn import MessagePassing, aggr
 
 from lightning_gnnpipe._compat_pyg import has_own_propagate, passing_hooks
 from lightning_gnnpipe._compat_torch import has_hooks
+from lightning_gnnpipe.graph import Chunk
 from lightning_gnnpipe.passing.sparse import Adjacency, multiply
+from lightning_gnnpipe.staleness import HistoryStore, ShardLink
 
-if TYPE_CHECKING:
-    from lightning_gnnpipe.graph import Chunk
-    from lightning_gnnpipe.passing.interfaces import CallKey, HaloStore, ShardLink, Tape
+
+class CallKey(NamedTuple):
+    """Key of one history: the `call`-th time that `layer` in `segment` widens `argument`."""
+
+    segment: int
+    layer: str
+    call: int
+    argument: str
+
+
+class Tape:
+    """Halo reads of some layers over one chunk: recorded in forward, replayed in backward."""
+
+    def __init__(self) -> None:
+        self.is_replay = False
+        self.stale: dict[Hashable, Collection[int]] = {}  # stale chunks of each read
 
 
 class PushPull(torch.autograd.Function):
@@ -37,7 +52,7 @@ class PushPull(torch.autograd.Function):
     def forward(
         ctx: Any,
         rows: Tensor,
-        store: HaloStore,
+        store: HistoryStore,
         key: CallKey,
         chunk: Chunk,
         tape: Tape | None,
@@ -121,46 +136,47 @@ def linear_rule(conv: MessagePassing) -> LinearRule | None:
     return LinearRule(_LINEAR[kind.message], is_mean) if is_plain and is_mean is not None else None
 
 
-@dataclass(frozen=True, slots=True)
-class Aggregation:
-    """One call of a linear layer on one chunk."""
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundSum:
+    """A weighted sum of a layer bound to one chunk: what stays the same in all steps.
 
+    `edges` and `weight` are those that the layer was called with, `[num_edges]`.
+    """
+
+    edges: Any
+    weight: Tensor | None
     adjacency: Adjacency
     chunk: Chunk
-    store: HaloStore | None  # None for whole-graph inference, or without cross-chunk edges
+    store: HistoryStore | None  # None for whole-graph inference, or without cross-chunk edges
     key: CallKey
-    is_whole: bool  # whether the chunk is the whole graph, or the whole shard
-    tape: Tape | None  # set if activations are recomputed; then the store keeps the outputs
 
-    def forward(self, rows: Tensor) -> Tensor:
-        if self.store is None:
-            return multiply(self.adjacency.block(self.chunk, rows.dtype, by_source=False), rows)
-        is_replay = self.tape is not None and self.tape.is_replay
+    def forward(self, rows: Tensor, tape: Tape | None) -> Tensor:
+        """Return the sums, `[num_nodes, channels]`; with `tape` the store keeps them."""
+        store, key, chunk = self.store, self.key, self.chunk
+        if store is None:
+            return multiply(self.adjacency.block(chunk, rows.dtype, by_source=False), rows)
+        is_replay = tape is not None and tape.is_replay
         if not is_replay:
-            self.store.push(self.key, self.chunk, rows)
-        if self.is_whole and self.store.shards is None:
-            return self._sum(rows)
-        if self.is_whole:
-            return self._sum(self.store.read(self.key, self.chunk).to(rows.dtype))
+            store.push(key, chunk, rows)
+        if chunk.is_whole:
+            table = rows if store.shards is None else store.read(key, chunk).to(rows.dtype)
+            return multiply(self.adjacency.rows(chunk, table.dtype), table)
         if is_replay:
-            return self.store.kept_output(self.key, self.chunk).to(rows.dtype)
-        output = self._sum(self.store.read(self.key, self.chunk)).to(rows.dtype)
-        drift = self.store.drift(self.key, self.chunk)
+            return store.kept_output(key, chunk).to(rows.dtype)
+        table = store.read(key, chunk)
+        output = multiply(self.adjacency.rows(chunk, table.dtype), table).to(rows.dtype)
+        drift = store.drift(key, chunk)
         if drift is not None:
             stale, moved = drift
-            shares = self.adjacency.entry_sums(self.chunk, stale, output.dtype)
-            output.addr_(shares, moved.to(output))
-        if self.tape is not None:
-            self.store.keep_output(self.key, self.chunk, output)
+            output.addr_(self.adjacency.entry_sums(chunk, stale, output.dtype), moved.to(output))
+        if tape is not None:
+            store.keep_output(key, chunk, output)
         return output
-
-    def _sum(self, table: Tensor) -> Tensor:
-        return multiply(self.adjacency.rows(self.chunk, table.dtype), table)
 
     def backward(self, grad: Tensor) -> Tensor:
         if self.store is None:
             return multiply(self.adjacency.block(self.chunk, grad.dtype, by_source=True), grad)
-        if self.is_whole:
+        if self.chunk.is_whole:
             return self._give_back(self.store.shards, grad)
         table, done = self.store.add_output_grad(self.key, self.chunk, grad)
         scale = self.store.linear_scale
@@ -191,11 +207,11 @@ class LinearAggregate(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, aggregation: Aggregation) -> Tensor:
-        ctx.aggregation = aggregation
-        return aggregation.forward(rows)
+    def forward(ctx: Any, rows: Tensor, bound: BoundSum, tape: Tape | None) -> Tensor:
+        ctx.bound = bound
+        return bound.forward(rows, tape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.aggregation.backward(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.bound.backward(grad), None, None

@@ -1,4 +1,8 @@
-"""Context of intercepted layers: the running chunk, its edges, and the store of halo rows.
+"""Context of intercepted layers: the running chunk, its edges, and the store of histories.
+
+What a layer needs on a chunk is found when it first runs there, and looked up in later steps: the
+edges of its set and direction (`LocalEdges`), and the matrix of its weighted sum (`BoundSum`). Each
+look-up compares the tensors that the layer is given with those of the first time.
 
 Each chunk has one halo for all of its edge sets, so local indices mean the same in each. Reversed
 edges have a halo of their own. Each call of a layer has a history of its own, see `CallKey`.
@@ -9,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,33 +23,26 @@ from torch import Tensor
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
-from lightning_gnnpipe.passing.aggregate import Aggregation, LinearAggregate, PushPull
-from lightning_gnnpipe.passing.interfaces import CallKey, EdgeLeaves, HaloStore, Tape
+from lightning_gnnpipe.passing.aggregate import BoundSum, CallKey, LinearAggregate, PushPull, Tape
+from lightning_gnnpipe.passing.edges import WHOLE, GraphEdges, LocalEdges
 from lightning_gnnpipe.passing.matrix import RUNNING, Entries
-from lightning_gnnpipe.passing.whole import EdgeFunctions
+from lightning_gnnpipe.staleness import HistoryStore
 
 # An instance, Python module or namespace, and attributes to set.
 Replacement = tuple[object, Mapping[str, Any]]
 
 _layer: ContextVar[MessageContext | None] = ContextVar("layer", default=None)  # per thread
+_OUTSIDE = cast(LocalEdges, None)  # no layer of the pipeline runs
 
 
-@dataclass(slots=True)
-class Scope:
-    """One run of a segment over one chunk."""
+class EdgeLeaves(Protocol):
+    """The edge-level tensors of the batch that need no gradient."""
 
-    chunk: Chunk  # on reversed edges, with the edges that start in its nodes
-    segment: int
-    leaves: dict[int, tuple[str, int]]  # by tensor id: name of the leaf, version of the tensor
-    edge_set: int | None  # None while unknown; `chunk` then has the edges of all sets
-    is_reverse: bool = False  # whether messages flow against the batch's edges
-    calls: dict[str, int] = field(default_factory=dict)
-    widened: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = field(default_factory=dict)
-    matrices: dict[int, tuple[Any, Entries]] = field(default_factory=dict)  # by id, of layers
-    turned: dict[int, tuple[int, Tensor]] = field(default_factory=dict)  # edge sets, see `turn`
+    def whole_edge_leaf(self, name: str, *, edge_set: int | None) -> Tensor | None:
+        """Return leaf `name` in the edge order of the plan.
 
-
-_OUTSIDE = cast(Scope, None)  # no layer of the pipeline runs
+        None if the leaf belongs to another edge set, or needs a gradient.
+        """
 
 
 class TapedContext:
@@ -68,198 +66,186 @@ class TapedContext:
 
 
 class MessageContext(TapedContext):
-    """The running chunk and segment, and the store of histories."""
+    """What a layer sees while it runs on a chunk.
+
+    Attributes:
+        at: The running chunk, with the running layer's edges.
+        segment: The running segment.
+    """
 
     def __init__(
-        self, store: HaloStore | None, plan: ChunkPlan, functions: EdgeFunctions | None = None
+        self, store: HistoryStore | None, plan: ChunkPlan, edges: GraphEdges | None = None
     ) -> None:
         self.store = store  # None for whole-graph inference, or without cross-chunk edges
-        # Contexts over the same chunks share this cache.
-        self.functions = EdgeFunctions(plan) if functions is None else functions
+        self.edges = GraphEdges(plan) if edges is None else edges
         self.leaves: EdgeLeaves | None = None  # of the batch, set during a pass
         self.dtypes: dict[Hashable, torch.dtype] = {}  # output dtypes of norms on the whole graph
         self.replaced: Collection[str] = ()  # norms whose running statistics this pass replaces
         self.is_refresh = False  # in an exact pass that only refreshes histories
         self.is_passing = False  # inside `propagate` or `edge_updater`
-        self._plan = plan
-        self._scope = _OUTSIDE
-        self._num_numbered: dict[int | None, int] = {}
+        # Whether layers may be given other edges than all edges of the chunk.
+        self.chooses_edges = self.edges.are_several
+        self._bound: dict[Hashable, BoundSum] = {}
+        self.at, self.segment = _OUTSIDE, 0
+        self._clear()
+
+    def _clear(self) -> None:
+        """Forget what belongs to one run of a segment over a chunk."""
+        self._leaves: dict[int, tuple[str, int]] = {}  # by tensor id: leaf, version of the tensor
+        self._calls: dict[str, int] = {}
+        self._widened: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = {}
+        self._matrices: dict[int, tuple[Any, Entries]] = {}  # by id, of layers
 
     def enter(self, chunk: Chunk, segment: int, leaves: Mapping[str, Tensor] | None = None) -> None:
         """Start `segment` on `chunk`, with the chunk's parts of the batch's leaves."""
-        names = {id(tensor): (name, version_of(tensor)) for name, tensor in (leaves or {}).items()}
-        self._scope = Scope(chunk, segment, names, 0 if self._plan.num_edge_sets == 1 else None)
+        self.at, self.segment = self.edges.on(chunk), segment
+        self._clear()
+        if leaves:
+            for name, tensor in leaves.items():
+                self._leaves[id(tensor)] = name, version_of(tensor)
         RUNNING.set(self)
 
     def leave(self) -> None:
         """Forget the running chunk and the tensors that it widened."""
-        self._scope = _OUTSIDE
+        self.at = _OUTSIDE
+        self._clear()
         RUNNING.set(None)
-
-    @property
-    def chunk(self) -> Chunk:
-        """The running chunk, with the running layer's edges."""
-        return self._scope.chunk
-
-    @property
-    def edges_key(self) -> tuple[int | None, bool]:
-        """The running layer's edge set (None while unknown), and whether it is reversed."""
-        return self._scope.edge_set, self._scope.is_reverse
-
-    @property
-    def plan(self) -> ChunkPlan:
-        """The plan, with the running layer's edges."""
-        return self._plan_of(*self.edges_key)
-
-    @property
-    def whole(self) -> Chunk:
-        """The whole graph (all shards) as one chunk, with the running layer's edges."""
-        return self.plan.globe.whole.chunks[0]
-
-    def are_numbered(self) -> Tensor:
-        """Whether PyG counts each of the chunk's nodes: up to the largest index of the edges."""
-        edge_set = self._scope.edge_set
-        if edge_set not in self._num_numbered:
-            nodes = self._plan.globe.perm[self.whole.edge_index]
-            self._num_numbered[edge_set] = int(nodes.max()) + 1 if nodes.numel() else 0
-        return self._plan.perm[self.chunk.start : self.chunk.end] < self._num_numbered[edge_set]
 
     @property
     def is_whole(self) -> bool:
         """Whether the running chunk is the whole graph, or the whole shard."""
-        return self.chunk.is_whole
+        return self.at.place == WHOLE
 
     @property
     def sees_all(self) -> bool:
         """Whether the running chunk is the whole graph, on this rank alone."""
-        return self.is_whole and self._plan.globe is self._plan
+        return self.at.place == WHOLE and self.edges.sees_all
 
-    def next_call(self, layer: str) -> int:
-        """Count a call of `layer` in the running segment and chunk; return its index."""
-        call = self._scope.calls.get(layer, 0)
-        self._scope.calls[layer] = call + 1
-        return call
+    @property
+    def is_plain(self) -> bool:
+        """Whether the whole graph runs as one chunk without histories."""
+        return self.store is None and self.at.place == WHOLE
 
-    def find_edges(self, edges: Any) -> tuple[int, bool] | None:
-        """Return the edge set whose edges in the chunk are `edges`, and whether they are turned."""
-        scope = self._scope
-        if id(edges) in scope.turned:
-            return scope.turned[id(edges)][0], True
-        if scope.edge_set is not None:
-            is_own = edges is scope.chunk.edge_index
-            return (scope.edge_set, scope.is_reverse) if is_own else None
-        numbers = range(self._plan.num_edge_sets)
-        found = (i for i in numbers if edges is self._chunk_of(i, scope.is_reverse).edge_index)
-        number = next(found, None)
-        return None if number is None else (number, scope.is_reverse)
+    def in_layer(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `run` such that this thread is marked as running a layer; see `InLayer`."""
 
-    def turn(self, edges: Tensor) -> Tensor:
-        """Return edges with swapped rows; for the chunk's edges, those that start in its nodes."""
-        place = None if self.is_plain else self.find_edges(edges)
-        if place is None or place[1]:
-            return edges.flip(0)
-        turned = self._chunk_of(place[0], True).edge_index
-        self._scope.turned[id(turned)] = place[0], turned
-        return turned
+        @wraps(run)
+        def run_in_layer(*args: Any, **kwargs: Any) -> Any:
+            token = _layer.set(self)
+            try:
+                return run(*args, **kwargs)
+            finally:
+                _layer.reset(token)
 
-    @contextmanager
-    def in_layer(self) -> Iterator[None]:
-        """Mark this thread as running a layer within the block; see `InLayer`."""
-        token = _layer.set(self)
-        try:
-            yield
-        finally:
-            _layer.reset(token)
+        return run_in_layer
 
     @property
     def is_in_layer(self) -> bool:
         """Whether this thread runs a layer, or a norm."""
         return _layer.get() is self
 
-    @contextmanager
-    def directed(self, edge_set: int, is_reverse: bool) -> Iterator[Tensor]:
-        """Switch to one edge set, maybe reversed, within the block; yield `[2, num_edges]`."""
-        before, chunk = self._scope, self._chunk_of(edge_set, is_reverse)
-        self._scope = replace(before, chunk=chunk, edge_set=edge_set, is_reverse=is_reverse)
-        self._scope.leaves = dict(before.leaves)
-        try:
-            yield chunk.edge_index
-        finally:
-            self._scope = before
-
-    def along(self, edges: Tensor) -> AbstractContextManager[Any]:
-        """Switch to the edge set of `edges`, if there is one, within the block."""
-        found = self.find_edges(edges)
-        if found is None or found == (self._scope.edge_set, self._scope.is_reverse):
-            return nullcontext()
-        return self.directed(*found)
-
-    def whole_leaf(self, tensor: Tensor | None) -> Tensor | None:
-        """Return the edge-level leaf of `tensor`, in the order of `whole.edge_index`, or None."""
-        name = self.leaf_name(tensor)
-        edge_set, is_reverse = self.edges_key
-        if name is None or self.leaves is None or is_reverse:
-            return None
-        return self.leaves.whole_edge_leaf(name, edge_set=edge_set)
-
-    def leaf_name(self, tensor: Tensor | None) -> str | None:
-        """Return the name of the leaf of `tensor`; None if there is none, or it was modified."""
-        name, version = self._scope.leaves.get(id(tensor), (None, 0))
-        return name if tensor is not None and version == version_of(tensor) >= 0 else None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the whole graph runs as one chunk without histories."""
-        return self.store is None and self.is_whole
+    def next_call(self, layer: str) -> int:
+        """Count a call of `layer` in the running segment and chunk; return its index."""
+        call = self._calls.get(layer, 0)
+        self._calls[layer] = call + 1
+        return call
 
     def next_key(self, layer: str) -> CallKey:
         """Return the key for the next statistics of `layer` over all nodes."""
         call = self.next_call(f"statistics of {layer}")
-        return CallKey(self._scope.segment, layer, call, "statistics")
+        return CallKey(self.segment, layer, call, "statistics")
+
+    def find(self, edges: Any) -> LocalEdges | None:
+        """Return the local edges of the chunk that `edges` is; None for any other object."""
+        return self.edges.find(edges, self.at.place)
+
+    def turn(self, edges: Tensor) -> Tensor:
+        """Return edges with swapped rows; for the chunk's edges, those that start in its nodes."""
+        found = None if self.is_plain else self.find(edges)
+        if found is None or found.is_reverse:
+            return edges.flip(0)
+        self.chooses_edges = True
+        return self.edges.at(found.place, found.edge_set, is_reverse=True).chunk.edge_index
+
+    @contextmanager
+    def directed(self, edge_set: int | None, is_reverse: bool) -> Iterator[Tensor]:
+        """Switch to one edge set, maybe reversed, within the block; yield `[2, num_edges]`."""
+        before = self.at
+        self.at = self.edges.at(before.place, edge_set, is_reverse=is_reverse)
+        try:
+            yield self.at.chunk.edge_index
+        finally:
+            self.at = before
+
+    def along(self, edges: Any) -> AbstractContextManager[Any]:
+        """Switch to the edge set of `edges`, if there is one, within the block."""
+        found = self.find(edges)
+        if found is None or found is self.at:
+            return nullcontext()
+        return self.directed(found.edge_set, found.is_reverse)
+
+    def whole_leaf(self, tensor: Tensor | None) -> Tensor | None:
+        """Return the edge-level leaf of `tensor`, in the order of the whole's edges, or None."""
+        name = self.leaf_name(tensor)
+        if name is None or self.leaves is None or self.at.is_reverse:
+            return None
+        return self.leaves.whole_edge_leaf(name, edge_set=self.at.edge_set)
+
+    def leaf_name(self, tensor: Tensor | None) -> str | None:
+        """Return the name of the leaf of `tensor`; None if there is none, or it was modified."""
+        name, version = self._leaves.get(id(tensor), (None, 0))
+        return name if tensor is not None and version == version_of(tensor) >= 0 else None
 
     def weighted_sum(
-        self,
-        key: tuple[str, int, str],
-        edges: Tensor,
-        rows: Any,
-        weight: Tensor | None,
-        *,
-        is_mean: bool,
+        self, key: CallKey, edges: Any, rows: Any, weight: Tensor | None, *, is_mean: bool
     ) -> Tensor | None:
         """Return sums of source rows times `weight`, `[num_edges]`, by one product.
 
         None if the model computes edges or weights, or if the histories are on another device.
         """
-        scope = self._scope
         if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
             return None
-        if rows.size(0) != scope.chunk.num_nodes:
+        place = self.at.place, key, is_mean
+        bound = self._bound.get(place)
+        if bound is None or bound.edges is not edges or bound.weight is not weight:
+            with self.along(edges):
+                bound = self._bind(key, edges, weight, is_mean)
+            if bound is None:
+                return None
+            self._bound[place] = bound
+        if rows.size(0) != bound.chunk.num_nodes:
             return None
         if weight is not None:
-            if weight.requires_grad or weight.dim() != 1:
-                return None
             rows = rows.to(torch.promote_types(rows.dtype, weight.dtype))  # of messages
+        return cast(Tensor, cast(Any, LinearAggregate).apply(rows, bound, self.tape))
+
+    def _bind(
+        self, key: CallKey, edges: Any, weight: Tensor | None, is_mean: bool
+    ) -> BoundSum | None:
+        """Find the matrix of `edges` and `weight`; None if it may change from step to step."""
+        at = self.at
+        if weight is not None and (weight.requires_grad or weight.dim() != 1):
+            return None
         if self.store is not None and not self.store.is_local and not self.is_whole:
             return None
-        adjacency = self.functions.adjacency(edges, weight, is_mean=is_mean)
-        if adjacency is None and edges is scope.chunk.edge_index:
-            leaf, batch_key = self.whole_leaf(weight), (self.leaf_name(weight), self.edges_key)
+        adjacency = self.edges.adjacency(edges, weight, is_mean=is_mean)
+        if adjacency is None and edges is at.chunk.edge_index:
+            leaf = self.whole_leaf(weight)
+            source = self.leaf_name(weight), at.edge_set, at.is_reverse
             if weight is None or (leaf is not None and leaf.dim() == 1):
-                adjacency = self.functions.batch_adjacency(
-                    batch_key, self.whole.edge_index, leaf, is_mean=is_mean
+                adjacency = self.edges.batch_adjacency(
+                    source, at.whole.edge_index, leaf, is_mean=is_mean
                 )
         if adjacency is None:
             return None
-        full_key = CallKey(scope.segment, *key)
-        call = Aggregation(adjacency, scope.chunk, self.store, full_key, self.is_whole, self.tape)
-        return cast(Any, LinearAggregate).apply(rows, call)
+        return BoundSum(edges, weight, adjacency, at.chunk, self.store, key)
 
     def as_matrix(self, entries: Entries) -> Any:
         """Return local entries as a layer receives them, `[num_nodes, num_nodes + num_halo]`."""
-        chunk, (edges, weight) = self.chunk, (entries.edges, entries.weight)
+        chunk, (edges, weight) = self.at.chunk, (entries.edges, entries.weight)
         whole = self.whole_leaf(weight)
         source = weight if whole is None else whole
-        known = self.functions.matrices.get(id(edges))
+        known = self.edges.matrices.get(id(edges))
         if known is not None and known[0] is edges and known[1] is source:
             matrix = known[2]
         else:
@@ -268,13 +254,13 @@ class MessageContext(TapedContext):
                 size = chunk.num_nodes, chunk.num_nodes + chunk.num_halo
                 matrix = replace(entries, layout=layout).build(*size)
             if weight is None or not weight.requires_grad:
-                self.functions.matrices[id(edges)] = edges, source, matrix
-        self._scope.matrices[id(matrix)] = matrix, entries
+                self.edges.matrices[id(edges)] = edges, source, matrix
+        self._matrices[id(matrix)] = matrix, entries
         return matrix
 
     def entries_of(self, edges: Any) -> Entries | None:
         """Return the entries of a matrix that `as_matrix` returned; None for all else."""
-        return self._scope.matrices.get(id(edges), (None, None))[1]
+        return self._matrices.get(id(edges), (None, None))[1]
 
     def widen(
         self,
@@ -287,45 +273,34 @@ class MessageContext(TapedContext):
         is_linear: bool = False,
     ) -> Tensor:
         """Append halo rows to `rows` in dimension `dim`; `is_linear`: used in a weighted sum."""
-        scope = self._scope
+        at = self.at
         # Attention widens a tensor twice in a segment: push it once.
-        memo = (id(rows), version_of(rows), scope.is_reverse)
-        if version_of(rows) >= 0 and memo in scope.widened:
-            return scope.widened[memo][1]
-        if not -rows.dim() <= dim < rows.dim() or rows.size(dim) != scope.chunk.num_nodes:
+        memo = (id(rows), version_of(rows), at.is_reverse)
+        if memo[1] >= 0 and memo in self._widened:
+            return self._widened[memo][1]
+        if not -rows.dim() <= dim < rows.dim() or rows.size(dim) != at.chunk.num_nodes:
             raise UnsupportedError(
                 expected=f"argument '{argument}' of layer '{layer}' to have one row per node in "
                 f"dimension {dim}",
-                found=f"shape {list(rows.shape)} for {scope.chunk.num_nodes} nodes",
+                found=f"shape {list(rows.shape)} for {at.chunk.num_nodes} nodes",
                 remedy="Pass one tensor with a row for each node: bipartite inputs, and "
                 "static graphs with a batch dimension, cannot be pipelined.",
             )
         if self.store is None:
             wide = rows
         else:
-            key, first = CallKey(scope.segment, layer, call, argument), rows.movedim(dim, 0)
-            wide = self.exchange(first, self.store, key, scope.chunk, is_linear=is_linear)
+            key, first = CallKey(self.segment, layer, call, argument), rows.movedim(dim, 0)
+            wide = self.exchange(first, self.store, key, at.chunk, is_linear=is_linear)
             wide = wide.movedim(0, dim)
-        scope.widened[memo] = (rows, wide)
+        self._widened[memo] = (rows, wide)
         return wide
 
     def exchange(
-        self, rows: Tensor, store: HaloStore, key: CallKey, chunk: Chunk, *, is_linear: bool
+        self, rows: Tensor, store: HistoryStore, key: CallKey, chunk: Chunk, *, is_linear: bool
     ) -> Tensor:
         """Write the chunk's rows to `store`; return them with the halo rows appended."""
         wide: Tensor = cast(Any, PushPull).apply(rows, store, key, chunk, self.tape, is_linear)
         return wide
-
-    def _plan_of(self, edge_set: int | None, is_reverse: bool) -> ChunkPlan:
-        plan = self._plan.reverse if is_reverse else self._plan
-        return plan if edge_set is None else plan.edge_set(edge_set)
-
-    def _chunk_of(self, edge_set: int, is_reverse: bool) -> Chunk:
-        scope = self._scope
-        if (edge_set, is_reverse) == (scope.edge_set, scope.is_reverse):
-            return scope.chunk
-        plan = self._plan_of(edge_set, is_reverse)
-        return plan.whole.chunks[0] if self.is_whole else plan.chunks[scope.chunk.index]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -139,15 +139,15 @@ class ChunkMatrix:
 
     def __init__(self, context: MessageContext, entries: Entries) -> None:
         self._context, self._entries = context, entries
+        context.chooses_edges = True
 
     @contextmanager
     def along(self) -> Iterator[Entries]:
         """Switch to the matrix's edges within the block; yield the chunk's entries."""
         context, entries = self._context, self._entries
-        found = context.find_edges(entries.edges)
-        assert found is not None
-        with context.directed(*found) as edges:
-            yield replace(entries, edges=edges)
+        assert context.find(entries.edges) is not None
+        with context.along(entries.edges):
+            yield entries
 
 
 def assemble(

@@ -20,7 +20,7 @@ from lightning_gnnpipe.chunks import PassInputs, run_segments
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
 from lightning_gnnpipe.layers import NativeContext
-from lightning_gnnpipe.passing import CallKey, HaloStore, MessageContext, Replacement
+from lightning_gnnpipe.passing import CallKey, MessageContext, Replacement
 from lightning_gnnpipe.selfcheck.compare import gradients
 from lightning_gnnpipe.stages import Layers, leaves_of
 from lightning_gnnpipe.staleness import HistoryStore, MomentStore, RowMoments, mean_and_var
@@ -120,7 +120,7 @@ class LiveContext(MessageContext):
         return sums + sum(map(len, self._given.values()))
 
     def exchange(
-        self, rows: Tensor, store: HaloStore, key: CallKey, chunk: Chunk, *, is_linear: bool
+        self, rows: Tensor, store: HistoryStore, key: CallKey, chunk: Chunk, *, is_linear: bool
     ) -> Tensor:
         if self.is_whole:
             return rows.view_as(rows)

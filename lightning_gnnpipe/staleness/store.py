@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -62,6 +62,19 @@ class _History:
             self.note_all()
 
 
+class ShardLink(Protocol):
+    """Connection to the ranks that hold the other shards of each chunk."""
+
+    def ghosts(self, chunk: Chunk) -> Tensor:
+        """Return the chunk's rows on other ranks, `[num_ghosts]`, ascending."""
+
+    def give_back(self, key: Hashable, chunk: Chunk, grad: Tensor) -> Tensor:
+        """Send gradients of `ghosts` to their ranks; return the received ones, `[num_nodes, *]`."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of the tensors of all ranks of the stage; collective."""
+
+
 _DEFAULTS = HistoryOptions()
 
 
@@ -74,7 +87,7 @@ class HistoryStore:
         cut_frac: Share of edges between chunks.
     """
 
-    shards: Any = None  # exchange with other shards is in `SharedStore`
+    shards: ShardLink | None = None  # exchange with other shards is in `SharedStore`
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
 from lightning_gnnpipe.engine import PipelineEngine
-from lightning_gnnpipe.passing import whole
+from lightning_gnnpipe.passing import edges
 from tests.engine.test_gradients import CHUNKS, WHOLE, Batch, D, make_batch
 from tests.helpers.engines import one_process_engine
 
@@ -88,13 +88,13 @@ def test_edge_weights_that_begin_to_need_gradients_are_exact_once() -> None:
 
 def test_two_weights_are_normalised_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    original = whole.WholeEdges.__init__
+    original = edges.WholeEdges.__init__
 
-    def count(self: whole.WholeEdges, *args: Any) -> None:
+    def count(self: edges.WholeEdges, *args: Any) -> None:
         made.append(1)
         original(self, *args)
 
-    monkeypatch.setattr(whole.WholeEdges, "__init__", count)
+    monkeypatch.setattr(edges.WholeEdges, "__init__", count)
     calls = [f"x, edge_index, {name} -> x" for name in ("edge_weight", "edge_2") * 2]
     layers = [(gnn.GCNConv(D, D), call) for call in calls]
     net, batch = gnn.Sequential("x, edge_index, edge_weight, edge_2", layers), make_batch()

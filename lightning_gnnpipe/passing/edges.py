@@ -1,7 +1,7 @@
-"""Functions of the edges alone (degrees, Laplacians), computed on the whole graph, cut by chunk.
+"""The edges of a graph as layers on its chunks see them, and functions of the edges alone.
 
-They need all edges of a node, but a halo node's edges lie in other chunks. Their inputs do not
-change between steps, so results are cached.
+Degrees and Laplacians need all edges of a node, but a boundary node's edges lie in other chunks.
+They are computed on the whole graph, once, and cut by chunk: their inputs stay between steps.
 """
 
 from __future__ import annotations
@@ -17,6 +17,54 @@ from lightning_gnnpipe.graph import Chunk, ChunkPlan
 from lightning_gnnpipe.passing.sparse import Adjacency, Pattern
 
 Compute = Callable[[], tuple[Tensor, Tensor | None]]
+WHOLE = -1  # place of the whole graph, or of the whole shard
+
+
+@dataclass(slots=True, eq=False)
+class LocalEdges:
+    """A chunk with the edges of one set, in one direction.
+
+    Attributes:
+        place: Index of the chunk, or `WHOLE`.
+        edge_set: None if the chunk has the edges of several sets.
+        is_reverse: Whether messages flow against the batch's edges.
+        plan: The plan with these edges.
+        whole: The whole graph (all shards) as one chunk with these edges.
+        known: Results of functions of the edges, by key: edges and weights given, and the result.
+    """
+
+    place: int
+    edge_set: int | None
+    is_reverse: bool
+    plan: ChunkPlan
+    chunk: Chunk
+    whole: Chunk
+    known: dict[Hashable, tuple[Tensor, Tensor | None, Any]] = field(default_factory=dict)
+
+    def are_numbered(self) -> Tensor:
+        """Whether PyG counts each of the chunk's nodes: up to the largest index of the edges."""
+        edges = self.chunk.edge_index
+        if "numbered" not in self.known:
+            nodes = self.plan.globe.perm[self.whole.edge_index]
+            count = int(nodes.max()) + 1 if nodes.numel() else 0
+            mask = self.plan.perm[self.chunk.start : self.chunk.end] < count
+            self.known["numbered"] = edges, None, mask
+        mask: Tensor = self.known["numbered"][2]
+        return mask
+
+    def has_groups(self, size: int) -> bool:
+        """Whether every `size` user edges share a target and stay together in the plan."""
+        key = "groups", size
+        if key not in self.known:
+            target, edge = self.plan.whole.chunks[0].edge_index[1], self.plan.edge_perm
+            is_whole = edge.numel() % size == 0
+            if is_whole:
+                first = edge[::size].repeat_interleave(size)
+                place = torch.arange(edge.numel(), device=edge.device) % size
+                is_same = target == target[::size].repeat_interleave(size)
+                is_whole = bool(((edge == first + place) & (first % size == 0) & is_same).all())
+            self.known[key] = self.chunk.edge_index, None, is_whole
+        return bool(self.known[key][2])
 
 
 @dataclass(slots=True, eq=False)
@@ -27,34 +75,53 @@ class WholeEdges:
     edges: Tensor
     values: Tensor | None
     pattern: Pattern | None
-    parts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by chunk
+    parts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by place
     adjacencies: dict[bool, Adjacency] = field(default_factory=dict)  # by `is_mean`
 
 
-class EdgeFunctions:
-    """Cache of functions of the edges of one graph."""
+class GraphEdges:
+    """The edges of one graph by chunk, set and direction, and what was computed from them.
+
+    All contexts over the same chunks share one.
+    """
 
     def __init__(self, plan: ChunkPlan) -> None:
         self._plan = plan
+        self._local: dict[tuple[int, int | None, bool], LocalEdges] = {}
+        self._by_tensor: dict[int, LocalEdges] = {}  # by the id of their edges
         self._known: dict[Hashable, WholeEdges] = {}
         self._owners: dict[int, tuple[WholeEdges, int]] = {}
-        self._has_groups: dict[tuple[ChunkPlan, int], bool] = {}
         # Sparse matrices for layers, by the id of their edges: edges, source of the values, matrix.
         self.matrices: dict[int, tuple[Tensor, Tensor | None, Any]] = {}
+        self.are_several = plan.num_edge_sets > 1
+        self.sees_all = plan.shard is None  # whether the whole graph is on this rank
 
-    def has_groups(self, edges: ChunkPlan, size: int) -> bool:
-        """Whether every `size` user edges share a target and stay together in the plan `edges`."""
-        if (edges, size) not in self._has_groups:
-            target = edges.whole.chunks[0].edge_index[1]
-            edge = edges.edge_perm
-            is_whole = edge.numel() % size == 0
-            if is_whole:
-                first = edge[::size].repeat_interleave(size)
-                place = torch.arange(edge.numel(), device=edge.device) % size
-                is_same = target == target[::size].repeat_interleave(size)
-                is_whole = bool(((edge == first + place) & (first % size == 0) & is_same).all())
-            self._has_groups[edges, size] = is_whole
-        return self._has_groups[edges, size]
+    def on(self, chunk: Chunk) -> LocalEdges:
+        """Return the chunk with all edges that end in it."""
+        place = WHOLE if chunk.is_whole else chunk.index
+        found = self._local.get((place, None if self.are_several else 0, False))
+        if found is None:
+            for number in range(self._plan.num_edge_sets):
+                found = self.at(place, number, is_reverse=False)
+            found = self.at(place, None, is_reverse=False) if self.are_several else found
+        assert found is not None
+        return found
+
+    def at(self, place: int, edge_set: int | None, *, is_reverse: bool) -> LocalEdges:
+        """Return a chunk with the edges of one set, that end in it or, reversed, start in it."""
+        key = place, edge_set, is_reverse
+        if key not in self._local:
+            plan = self._plan.reverse if is_reverse else self._plan
+            plan = plan if edge_set is None else plan.edge_set(edge_set)
+            chunk = plan.whole.chunks[0] if place == WHOLE else plan.chunks[place]
+            made = LocalEdges(*key, plan, chunk, plan.globe.whole.chunks[0])
+            self._local[key] = self._by_tensor[id(chunk.edge_index)] = made
+        return self._local[key]
+
+    def find(self, edges: Any, place: int) -> LocalEdges | None:
+        """Return the local edges whose tensor is `edges`; None for any other object."""
+        found = self._by_tensor.get(id(edges))
+        return found if found is not None and found.place == place else None
 
     def part(
         self, key: Hashable, source: Tensor | None, chunk: Chunk, compute: Compute
@@ -65,10 +132,10 @@ class EdgeFunctions:
         values for the whole graph. It runs again if `source`, its edge weights, is a new tensor.
         """
         known = self._get(key, source, compute, is_sorted=False)
-        place = -1 if chunk.is_whole else chunk.index
+        place = WHOLE if chunk.is_whole else chunk.index
         if place not in known.parts:
             with torch.inference_mode(False), torch.no_grad():
-                is_all = place < 0 and self._plan.num_rows == self._plan.num_nodes
+                is_all = place == WHOLE and self._plan.num_rows == self._plan.num_nodes
                 assert known.values is not None
                 whole = known.edges, known.values
                 known.parts[place] = whole if is_all else _cut(*whole, chunk)
