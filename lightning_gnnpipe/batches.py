@@ -32,9 +32,10 @@ from lightning_gnnpipe.layers import (
     intercept,
     uses_batch_statistics,
 )
+from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.selfcheck import check_graphs, norms_without_batch
 from lightning_gnnpipe.stages import Layers
-from lightning_gnnpipe.steps import EngineOptions, Mode, PassSeeds, PipelinedModel, TrainingPass
+from lightning_gnnpipe.steps import Mode, PassSeeds, PipelinedModel, TrainingPass
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class BatchPasses:
         self,
         model: PipelinedModel,
         transport: Transport,
-        options: EngineOptions,
+        options: RunOptions,
         seeds: PassSeeds,
     ) -> None:
         self._model, self._transport = model, transport
@@ -73,7 +74,7 @@ class BatchPasses:
     def check(self) -> None:
         """Raise if there are several shards, or if `partition` names the chunk of each node."""
         check_graph_batches(self._transport.mesh.num_shards)
-        if not isinstance(self._options.chunks.partition, str):
+        if not isinstance(self._options.given.partition, str):
             raise ConfigError(
                 expected="'partition' to be left out for batches of graphs",
                 found="a tensor with the chunk of each node",
@@ -83,7 +84,7 @@ class BatchPasses:
     def check_layers(self, layers: Layers, call: Call, inputs: Inputs, *, trains: bool) -> None:
         """Raise `UnsupportedError` if micro-batches would change the results of the module."""
         module, options = self._model.module, self._options
-        in_parts = options.chunks.expected > 1
+        in_parts = options.num_chunks > 1
         if in_parts:
             check_norms(module, norms_without_batch(layers))
             norms = self._model.intercepted.batch_norms
@@ -95,13 +96,13 @@ class BatchPasses:
                     "graphs.",
                     used[0],
                 )
-        if options.self_check:
+        if options.given.self_check:
             check_graphs(module, layers, call, inputs, in_parts=in_parts, with_gradients=trains)
 
     def plan(self, inputs: Inputs) -> BatchPlan:
         """Return `num_chunks` micro-batches, or one per graph with nodes if there are fewer."""
         assert inputs.graphs is not None
-        num_chunks = self._options.chunks.expected
+        num_chunks = self._options.num_chunks
         plan = plan_micro_batches(inputs.graphs.work(), inputs.graphs.sizes, num_chunks)
         self._has_met_several |= inputs.graphs.num_graphs > 1
         if num_chunks > 1 and not self._has_met_several:
@@ -110,7 +111,7 @@ class BatchPasses:
                 "with nothing. If it is your only graph, serve it by DataLoader([data], "
                 "batch_size=None)."
             )
-        elif plan.num_chunks < num_chunks and self._options.chunks.num_chunks != "auto":
+        elif plan.num_chunks < num_chunks and self._options.given.num_chunks != "auto":
             self._fallbacks.tell(
                 "A batch of %s graphs with nodes runs in as many micro-batches, not num_chunks=%s.",
                 plan.num_chunks,
@@ -162,6 +163,6 @@ class BatchPasses:
             transport=self._transport,
             seed_of=self._seeds.of_training() if is_training else None,
             is_training=is_training,
-            recompute=self._options.histories.recomputes,
+            recompute=self._options.given.recompute,
             codecs=codecs,
         )

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from lightning_gnnpipe.codecs import MessageOptions
 from lightning_gnnpipe.errors import ConfigError, advice_on
+from lightning_gnnpipe.graph import check_num_chunks
 from lightning_gnnpipe.staleness import METHODS, HistoryOptions, StalenessMethod
-from lightning_gnnpipe.steps import ChunkOptions, EngineOptions
 from lightning_gnnpipe.types import (
     CHUNKS_PER_STAGE,
     Balance,
@@ -188,12 +188,17 @@ class StrategyOptions:
         return bool(value != _DEFAULTS[name])
 
     @property
+    def of_chunks(self) -> list[str]:
+        """Names of given options that only act on a graph in several chunks."""
+        return list(filter(self._is_given, (*_OF_CHUNKS, *_OF_ROWS)))
+
+    @property
     def idle_in_one_chunk(self) -> list[str]:
         """Names of given options without effect, if there is one chunk."""
         if self.num_chunks != 1:
             return []
         has_rows = self.async_halo or (self.recompute and self.graph_parallel > 1)
-        return list(filter(self._is_given, _OF_CHUNKS if has_rows else (*_OF_CHUNKS, *_OF_ROWS)))
+        return [one for one in self.of_chunks if one in _OF_CHUNKS or not has_rows]
 
     @property
     def for_graphs(self) -> str:
@@ -217,22 +222,6 @@ class StrategyOptions:
         given = self.history_dtype
         dtype = getattr(torch, given) if isinstance(given, str) else given
         return HistoryOptions(self.method, self.recompute, dtype, device)
-
-    def for_engine(self, seed: int, world_size: int, *, is_fitting: bool) -> EngineOptions:
-        """Return the engine's options for a run on `world_size` processes."""
-        balance = self.balance
-        if balance == "measured" and not is_fitting:
-            balance = "uniform"  # exact passes run the stages one after the other
-        return EngineOptions(
-            chunks=self._chunks(self.resolve_layout(world_size)[0], seed),
-            histories=self.histories,
-            balance=balance,
-            seed=seed,
-            is_fitting=is_fitting,
-            self_check=self.self_check,
-            messages=self.messages,
-            repeat_encoder=self.repeat_encoder,
-        )
 
     def resolve_layout(self, world_size: int) -> tuple[int, int]:
         """Return stages and shards of a replica, S and G; raise ConfigError if they do not fit."""
@@ -258,14 +247,52 @@ class StrategyOptions:
 
     def expect_num_chunks(self, num_stages: int) -> int:
         """Return K as far as it is known before the graph."""
-        return self._chunks(num_stages).expected
+        if isinstance(self.partition, Tensor):
+            return int(self.partition.max()) + 1 if self.partition.numel() else 1
+        return CHUNKS_PER_STAGE * num_stages if self.num_chunks == "auto" else self.num_chunks
 
-    def _chunks(self, num_stages: int, seed: int = 0) -> ChunkOptions:
-        auto_chunks, cross_edges = CHUNKS_PER_STAGE * num_stages, self.cross_chunk_edges
-        return ChunkOptions(self.num_chunks, self.partition, seed, auto_chunks, cross_edges)
+    def count_chunks(self, num_stages: int, num_nodes: int) -> int:
+        """Return K for a graph; raise ConfigError if it is out of range or not the partition's."""
+        expected = self.expect_num_chunks(num_stages)
+        if self.num_chunks == "auto":
+            return expected if isinstance(self.partition, Tensor) else min(expected, num_nodes)
+        check_num_chunks(self.num_chunks, num_nodes)
+        if expected != self.num_chunks:
+            _refuse(
+                f"'partition' to have {self.num_chunks} chunks, like 'num_chunks'",
+                expected,
+                "Leave num_chunks at 'auto' when you give a partition.",
+            )
+        return expected
 
 
 _DEFAULTS = {one.name: one.default for one in fields(StrategyOptions)}
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The options in one run.
+
+    Attributes:
+        given: The strategy's.
+        num_stages: Stages, S.
+        seed: Of chunks, their order, and random numbers in layers; equal on all ranks.
+        is_fitting: Whether the run trains.
+    """
+
+    given: StrategyOptions
+    num_stages: int
+    seed: int = 0
+    is_fitting: bool = True
+
+    @property
+    def num_chunks(self) -> int:
+        """K as far as it is known before the graph; the most micro-batches of a batch."""
+        return self.given.expect_num_chunks(self.num_stages)
+
+    def count_chunks(self, num_nodes: int) -> int:
+        """Return K for a graph; raise ConfigError if it is out of range or not the partition's."""
+        return self.given.count_chunks(self.num_stages, num_nodes)
 
 
 def _is_count(value: object) -> bool:

@@ -29,9 +29,9 @@ MAX_CALLS_OF_A_STEP = 2_750  # of the package, for 4 layers and 8 chunks
 LINE = (
     *("errors", "types", "_compat_torch", "_compat_pyg"),
     *("user_code", "datamodule", "models"),
-    *("graph", "staleness", "codecs", "passing", "calls", "comm"),
+    *("graph", "staleness", "codecs", "options", "passing", "calls", "comm"),
     *("layers", "stages", "methods", "chunks", "report"),
-    *("selfcheck", "steps", "options"),
+    *("selfcheck", "steps"),
     *("batches", "planning", "engine", "trainer", "strategy"),
     *("callbacks", "cli"),
     "__init__",

@@ -25,10 +25,11 @@ from lightning_gnnpipe.engine.known_graphs import GraphCache
 from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
 from lightning_gnnpipe.layers import check_support
 from lightning_gnnpipe.methods import is_one_graph
+from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.selfcheck import check_layers
 from lightning_gnnpipe.stages import Layers, is_listed
-from lightning_gnnpipe.staleness import DENSE, name_method
-from lightning_gnnpipe.steps import EngineOptions, PipelinedModel
+from lightning_gnnpipe.staleness import DENSE
+from lightning_gnnpipe.steps import PipelinedModel
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +43,12 @@ class EngineChecks:
         graphs: GraphCache,
         batches: BatchPasses,
         transport: Transport,
-        options: EngineOptions,
+        options: RunOptions,
     ) -> None:
         self._model, self._graphs, self._batches = model, graphs, batches
         self._transport, self._options = transport, options
-        is_alone = options.chunks.expected == 1 and not transport.world.is_distributed
-        self._is_whole = is_alone and not options.histories.recomputes
+        is_alone = options.num_chunks == 1 and not transport.world.is_distributed
+        self._is_whole = is_alone and not options.given.recompute
         self._checked: set[bool] = set()
         self._is_one: bool | None = None  # cached for all-zero batch vectors
         self._has_warned_of_cut = False
@@ -67,7 +68,7 @@ class EngineChecks:
         vector = call.batch_vector
         if vector is None or self._has_batches or in_batch is not None or vector.any():
             return call
-        if vector.numel() < self._options.chunks.expected:  # too small to be cut
+        if vector.numel() < self._options.num_chunks:  # too small to be cut
             return call
         if self._is_one is None:
             with self._model.gathered():
@@ -89,12 +90,12 @@ class EngineChecks:
             self._tell_of_idle()
         else:
             check_replicas(mesh.num_replicas)
-            check_support(self._model.module, self._options.chunks.expected, mesh.num_shards)
+            check_support(self._model.module, self._options.num_chunks, mesh.num_shards)
         self._checked.add(has_graphs)
 
     def several_forwards(self, has_graphs: bool) -> None:
         """Refuse a second training pass before the backward of the first, where it cannot run."""
-        if has_graphs or self._options.messages.is_async:
+        if has_graphs or self._options.given.async_halo:
             raise UnsupportedError(
                 expected="one pipelined forward before each backward, in batches of graphs and "
                 "with async_halo=True",
@@ -127,16 +128,7 @@ class EngineChecks:
             )
 
     def _tell_of_idle(self) -> None:
-        chunks, histories = self._options.chunks, self._options.histories
-        partition = chunks.partition if isinstance(chunks.partition, str) else "given"
-        given = {
-            "partition": (partition, "metis"),
-            "cross_chunk_edges": (chunks.cross_edges, "keep"),
-            "staleness": (name_method(histories.method), "drift"),
-            "history_dtype": (histories.dtype, None),
-            "history_device": (histories.device, None),
-        }
-        idle = [name for name, (value, default) in given.items() if value != default]
+        idle = self._options.given.of_chunks
         if idle and self._options.is_fitting:
             self._fallbacks.tell(
                 "Without effect on batches of graphs, of which none is cut: %s.", ", ".join(idle)
@@ -187,13 +179,13 @@ class EngineChecks:
             return
         is_cut = self._graphs.is_cut(inputs)
         returned = [layers.values[name].kind for name in layers.outputs]
-        if trains and options.chunks.cross_edges == "drop" and Kind.EDGE in returned:
+        if trains and options.given.cross_chunk_edges == "drop" and Kind.EDGE in returned:
             raise UnsupportedError(
                 expected="layers that return embeddings of nodes, with cross_chunk_edges='drop'",
                 found="values of edges, some of which are dropped",
                 remedy="Compute values of edges from the embeddings that the last layer returns.",
             )
-        if options.self_check and (is_cut or is_listed(module)):
+        if options.given.self_check and (is_cut or is_listed(module)):
             check_layers(module, layers, call, inputs, on_chunks=is_cut, with_gradients=trains)
 
 

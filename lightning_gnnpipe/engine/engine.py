@@ -33,9 +33,9 @@ from lightning_gnnpipe.engine.resume import RankHistories, RunState, SavedRun, s
 from lightning_gnnpipe.graph import ContentNumbers
 from lightning_gnnpipe.layers import guard_losses
 from lightning_gnnpipe.methods import PipelinedMethod, raising_wrong_arguments
+from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.steps import (
     Controls,
-    EngineOptions,
     Mode,
     PassSeeds,
     PipelinedModel,
@@ -58,12 +58,12 @@ class PipelineEngine:
         self,
         module: nn.Module,
         transport: Transport,
-        options: EngineOptions,
+        options: RunOptions,
         controls: Controls,
         method: str = "forward",
     ) -> None:
         self.transport, self.options, self.controls = transport, options, controls
-        self.graphs = GraphCache(options.chunks, options.histories, transport)
+        self.graphs = GraphCache(options, transport)
         self.model = PipelinedModel(
             module, transport, options, lambda *call: self._checks.layers(*call), self.graphs.is_cut
         )
@@ -79,7 +79,7 @@ class PipelineEngine:
         self.num_training_passes = 0
         self._state = PassState()
         self.contents = ContentNumbers()
-        self.identity = InputIdentity(module, self.contents, options.chunks.cross_edges)
+        self.identity = InputIdentity(module, self.contents, options.given.cross_chunk_edges)
         self._saved: SavedRun | None = None
         self.last_step = LastStep(transport)
         self.method = PipelinedMethod(module, method, self._is_pipelined)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from functools import partial
 
 import torch
 
@@ -26,12 +27,13 @@ from lightning_gnnpipe.graph import (
     ChunkPlan,
     check_graph,
     edge_cut_frac,
+    edges_within,
     partition_nodes,
     plan_from_assignment,
     shard_plan,
+    split_chunks,
 )
-from lightning_gnnpipe.staleness import HistoryOptions
-from lightning_gnnpipe.steps.partitioner import ChunkOptions, Partitioner
+from lightning_gnnpipe.options import RunOptions
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +43,11 @@ _NUM_IDLE = 4
 class GraphCache:
     """The last graphs by content, and their histories; `trained`: of the last training step."""
 
-    def __init__(
-        self, options: ChunkOptions, histories: HistoryOptions, transport: Transport
-    ) -> None:
-        self.histories = histories.seen_from(transport.world.device)
+    def __init__(self, options: RunOptions, transport: Transport) -> None:
+        self.histories = options.given.histories.seen_from(transport.world.device)
         self.inputs = KnownInputs(is_quiet=not transport.world.is_root)
         self.trained: Histories | None = None
-        self._partitioner = Partitioner(options)
-        self._transport = transport
+        self._options, self._transport = options, transport
         self._graphs: OrderedDict[tuple[int, bool], PlannedGraph] = OrderedDict()
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
 
@@ -92,14 +91,15 @@ class GraphCache:
 
     def is_cut(self, inputs: Inputs) -> bool:
         """Whether training may use several chunks or shards for this graph."""
-        return self._partitioner.num_chunks(inputs) * self._transport.mesh.num_shards > 1
+        return self._options.count_chunks(inputs.num_nodes) * self._transport.mesh.num_shards > 1
 
     def plan_to_measure(self, fingerprint: int, inputs: Inputs) -> ChunkPlan:
         """Return a plan with as many chunks as in training, without METIS."""
         cut = self._graphs.get((fingerprint, True))
         if cut is not None and cut.plan.shard is None:
             return cut.plan
-        num_chunks, num_nodes = self._partitioner.num_chunks(inputs), inputs.num_nodes
+        num_nodes = inputs.num_nodes
+        num_chunks = self._options.count_chunks(num_nodes)
         edge_index = inputs.edge_index.cpu()
         check_graph(edge_index, num_nodes)
         chunks = partition_nodes(edge_index, num_nodes, num_chunks=num_chunks, method="contiguous")
@@ -121,15 +121,26 @@ class GraphCache:
     def _plan(self, inputs: Inputs, is_cut: bool) -> PlannedGraph:
         """Return the plan of the graph, or of this rank's shard."""
         edge_index, num_nodes, kept = inputs.edge_index.cpu(), inputs.num_nodes, None
-        found, run_on_first = self._partitioner, self._transport.run_on_first
+        options, run_on_first = self._options, self._transport.run_on_first
         index, num_shards = self._transport.mesh.shard, self._transport.mesh.num_shards
         check_graph(edge_index, num_nodes)
         assignment = torch.zeros(num_nodes, dtype=torch.int64)
         if is_cut:
-            assignment = run_on_first(lambda: found.chunks(inputs))
-            kept = found.kept_edges(edge_index, assignment)
+            partition = partial(
+                partition_nodes,
+                edge_index,
+                num_nodes,
+                num_chunks=options.count_chunks(num_nodes),
+                method=options.given.partition,
+                seed=options.seed,
+            )
+            assignment = run_on_first(partition)
+            if options.given.cross_chunk_edges == "drop":
+                kept = edges_within(edge_index, assignment)
+        num_edges = edge_index.size(1)
+        if kept is not None and kept.numel() == num_edges:
+            kept = None
         if kept is not None:
-            num_edges = edge_index.size(1)
             lost = num_edges - kept.numel()
             self._fallbacks.tell(
                 "Training leaves out %s of %s edges (%.1f %%), those between chunks, since "
@@ -141,7 +152,8 @@ class GraphCache:
         if num_shards == 1:
             plan = plan_from_assignment(edge_index, num_nodes, assignment, kept=kept)
         else:
-            shards = run_on_first(lambda: found.shards(edge_index, assignment, num_shards))
+            split = partial(split_chunks, edge_index, assignment, num_shards, seed=options.seed)
+            shards = run_on_first(split)
             plan = shard_plan(
                 edge_index, assignment, shards, index=index, num_shards=num_shards, kept=kept
             )

@@ -25,9 +25,10 @@ from lightning_gnnpipe.engine.resume import InputState, take_histories, warn_of_
 from lightning_gnnpipe.engine.shared import SharedStore
 from lightning_gnnpipe.graph import chunk_order
 from lightning_gnnpipe.layers import intercept
+from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.passing import MessageContext
 from lightning_gnnpipe.stages import Layers, switched
-from lightning_gnnpipe.steps import Controls, EngineOptions, Mode, PassSeeds, PipelinedModel
+from lightning_gnnpipe.steps import Controls, Mode, PassSeeds, PipelinedModel
 
 
 class GraphPasses:
@@ -38,13 +39,13 @@ class GraphPasses:
         model: PipelinedModel,
         graphs: GraphCache,
         transport: Transport,
-        options: EngineOptions,
+        options: RunOptions,
         controls: Controls,
         seeds: PassSeeds,
     ) -> None:
         self._model, self._graphs, self._transport = model, graphs, transport
         self._options, self._controls, self._seeds = options, controls, seeds
-        messages = options.messages
+        messages = options.given.messages
         exact = replace(messages, halo_codec="fp32", cut_codec="fp32")
         # By whether the pass is exact; exact passes send fp32.
         self._messages = {False: messages, True: exact}
@@ -93,8 +94,8 @@ class GraphPasses:
         """Begin a training pass: draw its seeds and open the exchange of shards."""
         graph = own.graph
         # Write histories only if a later read is possible.
-        is_shared = self._options.histories.recomputes and graph.plan.shard is not None
-        has_stale = graph.plan.num_chunks > 1 or self._options.messages.is_async
+        is_shared = self._options.given.recompute and graph.plan.shard is not None
+        has_stale = graph.plan.num_chunks > 1 or self._options.given.async_halo
         is_written = is_shared or (has_stale and not self.needs_no_history(graph))
         context = own.writing if is_written else graph.reading
         return self._open(mode, graph, context, own.inputs, is_exact=is_exact, is_training=True)
@@ -140,7 +141,7 @@ class GraphPasses:
             transport=self._transport,
             seed_of=self._seeds.of_training() if is_training else None,
             is_training=is_training,
-            recompute=self._options.histories.recomputes,
+            recompute=self._options.given.recompute,
             codecs=self.cut_codecs[is_exact],
         )
 
@@ -152,7 +153,7 @@ class GraphPasses:
         """
         if not self._controls.takes_validation or own.is_renewed:
             return False
-        return not self._options.messages.is_async and not self._model.intercepted.norms
+        return not self._options.given.async_halo and not self._model.intercepted.norms
 
     def trained_alike(self, key: InputKey, mode: Mode, graph: PlannedGraph) -> Histories | None:
         """Return the histories if training had the same input and frozen weights, else None."""

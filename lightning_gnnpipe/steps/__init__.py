@@ -2,7 +2,6 @@
 
 from lightning_gnnpipe.steps.model import PipelinedModel
 from lightning_gnnpipe.steps.modes import Mode, stages_of_norms
-from lightning_gnnpipe.steps.partitioner import ChunkOptions, EngineOptions, Measure
 from lightning_gnnpipe.steps.staged_weights import StagedWeights
 from lightning_gnnpipe.steps.step_context import (
     Controls,

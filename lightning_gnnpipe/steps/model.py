@@ -24,6 +24,7 @@ from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
 from lightning_gnnpipe.graph import text_fingerprint
 from lightning_gnnpipe.layers import find_layers, tracks_statistics, without_memory
 from lightning_gnnpipe.methods import own_methods, raising_own_errors
+from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.passing import Matrices
 from lightning_gnnpipe.stages import (
     Guard,
@@ -50,7 +51,6 @@ from lightning_gnnpipe.steps.modes import (
     reads_key,
     trace_key,
 )
-from lightning_gnnpipe.steps.partitioner import EngineOptions, Measure
 from lightning_gnnpipe.steps.staged_weights import StagedWeights
 from lightning_gnnpipe.types import Weights
 
@@ -63,6 +63,7 @@ _TRACED_ANEW = (
 )
 
 Check = Callable[[Layers, Call, Inputs], None]
+Measure = Callable[[Layers], StepCosts]  # measures the layers of a new module
 OnSplit = Callable[[Sequence[Stage], dict[str, set[int]], list[float], dict[Weights, int]], None]
 
 
@@ -77,7 +78,7 @@ class PipelinedModel:
         self,
         module: nn.Module,
         transport: Transport,
-        options: EngineOptions,
+        options: RunOptions,
         check: Check,
         is_cut: Callable[[Inputs], bool],
     ) -> None:
@@ -257,7 +258,7 @@ class PipelinedModel:
                 call,
                 inputs,
                 self.intercepted.all,
-                finds_repeatable=bool(self._options.repeat_encoder),
+                finds_repeatable=bool(self._options.given.repeat_encoder),
                 is_grad_enabled=records,
                 is_cut=inputs.graphs is not None or self._is_cut(inputs),
                 known=[self._modes[key].layers for key in known.values()],
@@ -307,7 +308,9 @@ class PipelinedModel:
 
     def _repeated(self, layers: Layers, inputs: Inputs) -> Sequence[str]:
         num_shards = self._transport.mesh.num_shards
-        return choose_repeated(layers, self._options.repeat_encoder, inputs.num_rows, num_shards)
+        return choose_repeated(
+            layers, self._options.given.repeat_encoder, inputs.num_rows, num_shards
+        )
 
     def _tell_split(self, modes: Sequence[Mode], inputs: Inputs) -> None:
         stages = modes[0].stages
@@ -316,7 +319,7 @@ class PipelinedModel:
             users = find_users([stage for mode in modes for stage in mode.stages], self.module)
             seconds = [sum(c.compute_s for c in one) for one in costs]
             self.on_split(stages, users, seconds, self._sent(modes[0], users, inputs))
-        is_idle = self._options.repeat_encoder is True and not any(s.repeated for s in stages)
+        is_idle = self._options.given.repeat_encoder is True and not any(s.repeated for s in stages)
         if is_idle and len(stages) > 1:
             why = "mixes rows" if inputs.graphs is None else "is of a batch of graphs"
             self._fallbacks.tell(
@@ -328,7 +331,7 @@ class PipelinedModel:
     ) -> dict[Weights, int]:
         """Return the bytes between stages in a step, by the value of the strategy's `weights`."""
         mesh, values = self._transport.mesh, mode.layers.values
-        codecs, sent = get_codecs(self._options.messages.cut_codec), 0
+        codecs, sent = get_codecs(self._options.given.cut_codec), 0
         for stage in mode.stages[:-1]:
             for one in map(values.__getitem__, stage.sent):
                 shape = (inputs.num_rows(one.kind, one.edge_set), *one.row_shape)
@@ -342,17 +345,17 @@ class PipelinedModel:
         return {weights: sent + mesh.num_shards * of(weights) for weights in named}
 
     def _count_layers(self, inputs: Inputs, measure: Measure) -> tuple[int, ...]:
-        layers, options = next(iter(self._modes.values())).layers, self._options
+        layers, balance = next(iter(self._modes.values())).layers, self._options.given.balance
         num_layers, num_stages = len(layers.segments), self._transport.mesh.num_stages
         check_num_stages(num_layers, num_stages)
-        if not isinstance(options.balance, str):
-            return check_counts(options.balance, num_layers, num_stages)
+        if not isinstance(balance, str):
+            return check_counts(balance, num_layers, num_stages)
 
         def by_costs() -> tuple[int, ...]:
             self.costs = self.costs or measure(layers)
             return self.costs.assign_layers(layers, num_stages, self._repeated(layers, inputs))
 
-        if options.balance == "measured":
+        if balance == "measured" and self._options.is_fitting:
             if (len(self.preferred), sum(self.preferred)) == (num_stages, num_layers):
                 return self.preferred
             if 1 < num_stages < num_layers:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_gnnpipe.engine import PipelineEngine, RunState, SavedRun
 from lightning_gnnpipe.errors import ConfigError, Fallbacks, UnsupportedError
 from lightning_gnnpipe.layers import check_support
-from lightning_gnnpipe.options import StrategyOptions
+from lightning_gnnpipe.options import RunOptions, StrategyOptions
 from lightning_gnnpipe.passing import replace_attributes
 from lightning_gnnpipe.report import (
     compare_times,
@@ -134,10 +134,10 @@ class EngineHost:
             run, random = resumed
             seed = run.state.seed
             set_random_state(random, self._strategy.root_device)
-        engine_options = options.for_engine(seed, self._strategy.world_size, is_fitting=is_fitting)
         transport = self._processes.transport
+        run_options = RunOptions(options, transport.mesh.num_stages, seed, is_fitting)
         engine = PipelineEngine(
-            pipelined, transport, engine_options, self.controls, self._found.method
+            pipelined, transport, run_options, self.controls, self._found.method
         )
         self._engine = engine
         self._processes.signals.begin_run()
@@ -150,8 +150,6 @@ class EngineHost:
         engine.attach()
         if resumed is not None:
             engine.resume(run)
-        elif self.last_run is not None and not is_fitting:
-            engine.model.preferred = self.last_run.stage_layers
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         averages = [one for one in map(_compat.average_of, callbacks) if one is not None]
         for average in averages:
@@ -160,7 +158,7 @@ class EngineHost:
         self._patched.enter_context(self._replicas.computing_metrics(module))
         has_summary = any(isinstance(one, ModelSummary) for one in callbacks)
         if is_fitting and trainer.is_global_zero:
-            layout = engine_options.chunks.expected, transport.mesh.num_shards
+            layout = run_options.num_chunks, transport.mesh.num_shards
             split = partial(_print_stages, trainer, pipelined, options, layout)
             engine.model.on_split = partial(split, is_quiet=not has_summary)
 

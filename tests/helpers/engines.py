@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_gnnpipe.comm import Meter, Transport, World
 from lightning_gnnpipe.engine import PipelineEngine
-from lightning_gnnpipe.staleness import METHODS, HistoryOptions, StalenessMethod
-from lightning_gnnpipe.steps import ChunkOptions, Controls, EngineOptions
-from lightning_gnnpipe.types import CrossChunkEdges
+from lightning_gnnpipe.options import RunOptions
+from lightning_gnnpipe.staleness import METHODS, StalenessMethod
+from lightning_gnnpipe.steps import Controls
+from lightning_gnnpipe.types import CrossChunkEdges, Partition
 from tests.helpers.device import DEVICE
+from tests.helpers.trainers import OptionsWithMethod
 
 
 def one_process_engine(
     module: nn.Module,
     *,
-    partition: Tensor | str = "metis",
-    num_chunks: int | str = "auto",
+    partition: Partition = "metis",
+    num_chunks: int | Literal["auto"] = "auto",
     method: StalenessMethod = METHODS["constant"],
     recompute: bool = False,
     history_dtype: torch.dtype | None = None,
@@ -36,14 +39,18 @@ def one_process_engine(
     timeout = timedelta(seconds=60)
     world = World(rank, num_shards, DEVICE, timeout)
     transport = Transport(world, (1, num_shards), Meter())
-    options = EngineOptions(
-        chunks=ChunkOptions(num_chunks, partition, seed=0, cross_edges=cross_edges),
-        histories=HistoryOptions(method, recompute, history_dtype, history_device),
+    given = OptionsWithMethod(
+        num_chunks=num_chunks,
+        partition=partition,
+        graph_parallel=num_shards,
+        cross_chunk_edges=cross_edges,
+        recompute=recompute,
+        history_dtype=history_dtype,
+        history_device=history_device,
         balance="uniform",
-        seed=0,
-        is_fitting=True,
         self_check=self_check,
+        given=method,
     )
-    engine = PipelineEngine(module, transport, options, Controls())
+    engine = PipelineEngine(module, transport, RunOptions(given, num_stages=1), Controls())
     engine.set_step(caller="training")
     return engine

@@ -30,7 +30,7 @@ def double_precision() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Options(StrategyOptions):
+class OptionsWithMethod(StrategyOptions):
     """Options with a method that has no name."""
 
     given: StalenessMethod = METHODS["constant"]
@@ -44,7 +44,7 @@ def with_method(strategy: GNNPipeStrategy, method: StalenessMethod) -> GNNPipeSt
     """Have `strategy` meet staleness by `method`; return it."""
     options = strategy.options
     known = {field.name: getattr(options, field.name) for field in fields(options)}
-    strategy.options = strategy._host._options = _Options(**known, given=method)
+    strategy.options = strategy._host._options = OptionsWithMethod(**known, given=method)
     return strategy
 
 
