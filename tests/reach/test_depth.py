@@ -1,9 +1,14 @@
-"""Depth in odd shapes: what people write between two message-passing layers trains unmodified."""
+"""Depth in odd shapes: what people write between message-passing layers trains unmodified.
+
+Most networks run without Lightning: an exact step equals plain PyG, and so do the outputs of a step
+in chunks behind it, with the same weights.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,21 +18,61 @@ import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
-from torch_geometric.nn.models.rev_gnn import GroupAddRev
-from torch_geometric.utils import (
-    add_self_loops,
-    dropout_edge,
-    get_laplacian,
-    scatter,
-)
+from torch_geometric.nn.models.basic_gnn import BasicGNN
+from torch_geometric.utils import add_self_loops, dropout_edge, get_laplacian, scatter
 
-from lightning_gnnpipe.calls import classify, flatten_call
+from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.stages import cut_module
+from lightning_gnnpipe.graph import tensors_in
+from lightning_gnnpipe.layers import check_support
 from tests.helpers import degrees
-from tests.helpers.alike import D, assert_alike, fit, graph, net_of
+from tests.helpers.alike import D, N, assert_alike, by_name, fit, graph, net_of
+from tests.helpers.engines import one_process_engine
 
 W = 8  # channels
+PARTITION = torch.arange(N) * 7 % N // 15
+ON_FEATURES, ON_EDGES = ("x", "edge_index"), ("x", "edge_index", "edge_attr")
+
+
+def wave(like: Tensor) -> Tensor:
+    return torch.sin(torch.arange(like.numel())).view_as(like)
+
+
+def loss_of(output: Any) -> Tensor:
+    return sum((t * wave(t)).sum() for t in tensors_in(output))
+
+
+def assert_trains_as_plain(net: nn.Module, names: tuple[str, ...] = ON_FEATURES) -> PipelineEngine:
+    """Run an exact step and one in chunks beside plain PyG; return the engine."""
+    net = net.double()
+    for parameter in net.parameters():
+        parameter.data += 0.05 * wave(parameter)
+    kwargs = {name: graph()[name] for name in names}
+    check_support(net, num_chunks=3)
+    engine = one_process_engine(net, partition=PARTITION)
+    buffers = {name: b.clone() for name, b in net.named_buffers()}
+    expected = net(**kwargs)
+    loss_of(expected).backward()
+    grads = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+    for name, buffer in net.named_buffers():
+        buffer.data = buffers[name]
+    for step in range(2):
+        net.zero_grad(set_to_none=True)
+        engine.set_step(step_index=step)
+        found = engine.forward((), kwargs)
+        ours, theirs = list(tensors_in(found)), list(tensors_in(expected))
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+        loss_of(found).backward()
+        ours = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+        assert ours.keys() == grads.keys()
+        if step == 0:
+            torch.testing.assert_close(ours, grads, rtol=1e-9, atol=1e-9)
+    return engine
+
+
+def num_layers(engine: PipelineEngine) -> int:
+    [number] = {len(mode.layers.segments) for mode in engine.model._modes.values()}
+    return number
 
 
 class Convs(nn.Module):
@@ -47,7 +92,7 @@ class Convs(nn.Module):
         return x
 
 
-class SkipsWhereWidthsFit(Convs):
+class SkipsWhereShapesFit(Convs):
     """The first layer widens, so that its input cannot be added."""
 
     def __init__(self) -> None:
@@ -59,44 +104,30 @@ class SkipsWhereWidthsFit(Convs):
             h = conv(x, edge_index).relu()
             if h.size(-1) == x.size(-1):
                 h = h + x
-            x = h
-        return self.decode(x)
-
-
-class SkipsWhereShapesFit(SkipsWhereWidthsFit):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        for conv in (self.first, *self.convs):
-            h = conv(x, edge_index).relu()
-            x = h + x if h.shape == x.shape else h
+            x = h / 2 if h.shape == x.shape else h
         return self.decode(x)
 
 
 class AsksForShapes(Convs):
+    """In assertions, branches, loops, f-strings and prints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleDict({f"width{W}": nn.LayerNorm(W)})
+
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         assert x.dim() == 2 and x.shape[1] == D, f"width {x.shape[1]}"
         if edge_index.size(0) != 2 or x.dtype != self.encode.weight.dtype:
             raise ValueError(f"shapes {x.shape} and {edge_index.shape}")
+        print(f"input of {x.size(1):>4} columns", x.shape, x.device)
         num_nodes, _ = x.shape
-        h = self.encode(x)
+        h = self.norms[f"width{W}"](self.encode(x))
         for conv in self.convs:
             h = conv(h, edge_index).view(num_nodes, -1).tanh() / math.sqrt(h.size(-1))
+            h = h.view(num_nodes, 2, W // 2).transpose(1, 2).reshape(num_nodes, W)
         for _ in range(h.size(1) // 4):
             h = h * 1.5
         return self.decode(h.reshape(*h.shape[:-1], W))
-
-
-class PrintsAndFormats(Convs):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict({f"conv{i}": gnn.GCNConv(W, W) for i in range(4)})
-        self.norms = nn.ModuleDict({f"width{W}": nn.LayerNorm(W)})
-
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        print(f"input of {x.size(1):>4} columns", x.shape, x.device)
-        for i in range(4):
-            x = x + self.layers[f"conv{i}"](x, edge_index)
-            x = self.norms[f"width{x.size(-1)}"](x)
-        return x
 
 
 class Nested(nn.Module):
@@ -106,7 +137,8 @@ class Nested(nn.Module):
         super().__init__()
 
         def block() -> nn.Module:
-            layers = [(gnn.GCNConv(W, W), "x, edge_index -> x"), nn.LayerNorm(W), nn.ReLU()]
+            layers = [(gnn.GCNConv(W, W), "x, edge_index -> h"), nn.LayerNorm(W), nn.ReLU()]
+            layers += [(lambda x, h: [x, h], "x, h -> both"), (sum, "both -> x")]
             return gnn.Sequential("x, edge_index", layers)
 
         self.encode = nn.Sequential(nn.Linear(D, W), nn.ReLU())
@@ -152,17 +184,6 @@ class Dense(nn.Module):
         return self.decode(torch.cat(found, dim=-1))
 
 
-class UShaped(Convs):
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        skips = []
-        for conv in self.convs[:2]:
-            x = conv(x, edge_index).relu()
-            skips.append(x)
-        for conv in self.convs[2:]:
-            x = conv(x + skips.pop(), edge_index).relu()
-        return x
-
-
 class Repeats(Convs):
     """One layer five times, towards a fixed point."""
 
@@ -176,41 +197,46 @@ class Repeats(Convs):
         return z
 
 
+class RevBlock(nn.Module):
+    """As in PyG's RevGNN example."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.LayerNorm(channels), gnn.SAGEConv(channels, channels)
+
+    def forward(self, x: Tensor, edge_index: Tensor, dropout_mask: Tensor | None = None) -> Tensor:
+        x = self.norm(x).relu()
+        if self.training and dropout_mask is not None:
+            x = x * dropout_mask
+        return self.conv(x, edge_index)
+
+
 class Reversible(Convs):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            GroupAddRev(gnn.SAGEConv(W // 2, W // 2), num_groups=2) for _ in range(4)
+        self.convs = nn.ModuleList(
+            gnn.GroupAddRev(RevBlock(W // 2), num_groups=2) for _ in range(4)
         )
 
     def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, edge_index)
+        mask = torch.zeros_like(x).bernoulli_(1 - 0.0)
+        mask = mask.requires_grad_(False) / (1 - 0.0)
+        for conv in self.convs:
+            x = conv(x, edge_index, mask)
         return x
 
 
 class GatesOverDepth(Convs):
-    """An LSTM whose time is depth; its state goes through all layers beside the rows."""
+    """An LSTM whose time is depth: its state begins with None and travels beside the rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.cells = nn.ModuleList(nn.LSTM(W, W, bias=False) for _ in range(4))
 
     def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        h = c = torch.zeros(1, x.shape[0], W, dtype=x.dtype, device=x.device)
-        for conv, cell in zip(self.convs, self.cells, strict=True):
-            x, (h, c) = cell(conv(x, edge_index).tanh()[None], (h, c))
-            x = x[0]
-        return x
-
-
-class KeepsState(GatesOverDepth):
-    """The state stays a tuple, and begins with None."""
-
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
         state = None
         for conv, cell in zip(self.convs, self.cells, strict=True):
-            x, state = cell(conv(x, edge_index).unsqueeze(0), state)
+            x, state = cell(conv(x, edge_index).tanh().unsqueeze(0), state)
             x = x.squeeze(0)
         return x
 
@@ -228,21 +254,6 @@ class KeepsCell(Convs):
         return h
 
 
-class ReadsAll(Convs):
-    """JumpingKnowledge over all layers, by an LSTM; heads first in a stack."""
-
-    def __init__(self, mode: str) -> None:
-        super().__init__()
-        self.jump = gnn.JumpingKnowledge(mode, W, 4) if mode == "lstm" else None
-
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        found = []
-        for conv in self.convs:
-            x = conv(x, edge_index).relu()
-            found.append(x)
-        return torch.stack(found).mean(0) if self.jump is None else self.jump(found)
-
-
 class Stacks(Convs):
     """A stack of all earlier layers, the nodes in its second dimension, grows beside x."""
 
@@ -254,13 +265,16 @@ class Stacks(Convs):
         return stack[-1]
 
 
-class TakesSizesOfRows(Convs):
-    """The number of rows is asked for in the first layer, and used in all others."""
+class InPlace(Convs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.scales = nn.ReLU(inplace=True), nn.Parameter(torch.ones(4))
 
     def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        n = x.size(0)
-        for conv in self.convs:
-            x = conv(x, edge_index).view(n, 2, W // 2).transpose(1, 2).reshape(n, W)
+        scales = self.scales.softmax(0)
+        for i, conv in enumerate(self.convs):
+            x = self.act(conv(x, edge_index)) * scales[i]
+            x += 1.0
         return x
 
 
@@ -296,48 +310,169 @@ class Laplacian(gnn.MessagePassing):
 
 NETS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "Laplacian": (lambda: Owns(Laplacian), 4),
-    "skips by width": (SkipsWhereWidthsFit, 5),
     "skips by shape": (SkipsWhereShapesFit, 5),
-    "shapes": (AsksForShapes, 4),
-    "prints": (PrintsAndFormats, 4),
+    "shapes and prints": (AsksForShapes, 4),
     "nested": (Nested, 4),
     "checkpoints": (lambda: Checkpoints(use_reentrant=False), 4),
     "reentrant checkpoints": (lambda: Checkpoints(use_reentrant=True), 4),
     "dense": (Dense, 4),
-    "U-shaped": (UShaped, 4),
     "repeats": (Repeats, 5),
     "reversible": (Reversible, 4),
     "LSTM over depth": (GatesOverDepth, 4),
-    "LSTM with a tuple": (KeepsState, 4),
     "GRU over depth": (KeepsCell, 4),
-    "jumping LSTM": (lambda: ReadsAll("lstm"), 4),
-    "mean over depth": (lambda: ReadsAll("mean"), 4),
     "stacks": (Stacks, 4),
-    "sizes": (TakesSizesOfRows, 4),
+    "in place": (InPlace, 4),
 }
 
 
-def num_layers(net: nn.Module) -> int:
-    data = graph()
-    call = flatten_call(net, (data.x, data.edge_index), {})
-    return len(cut_module(net.double(), call, classify(call)).segments)
-
-
-@pytest.mark.some_cases(9)
+@pytest.mark.some_cases(6)
 @pytest.mark.parametrize("name", NETS)
-def test_depth_is_cut_at_each_call(name: str) -> None:
+def test_depth_is_cut_at_each_call_and_trains_as_plainly(name: str) -> None:
     make, number = NETS[name]
-    assert num_layers(make()) == number
-
-
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize("name", NETS)
-def test_depth_trains_as_plainly(name: str) -> None:
-    assert_alike(NETS[name][0])
+    assert num_layers(assert_trains_as_plain(make())) == number
 
 
 def test_a_state_beside_the_rows_crosses_stages() -> None:
     assert_alike(GatesOverDepth, num_stages=2)
+
+
+HISTOGRAM = torch.tensor([1, 3, 4, 3])
+FAMILY: list[Callable[..., BasicGNN]] = [
+    gnn.models.GCN,
+    gnn.models.GraphSAGE,
+    gnn.models.GIN,
+    gnn.models.GAT,
+    partial(gnn.models.GAT, v2=True, heads=2),
+    partial(gnn.models.PNA, aggregators=["mean", "max"], scalers=["identity"], deg=HISTOGRAM),
+    gnn.models.EdgeCNN,
+]
+
+
+@pytest.mark.some_cases(6)
+@pytest.mark.parametrize("jk", [None, "cat", "max", "lstm"])
+@pytest.mark.parametrize("norm", [None, "BatchNorm", "LayerNorm", "GraphNorm"])
+@pytest.mark.parametrize("act_first", [False, True])
+def test_models_of_pyg_train_as_plainly(jk: str | None, norm: str | None, act_first: bool) -> None:
+    make = FAMILY[(bool(jk) * 3 + len(norm or "") + act_first) % len(FAMILY)]
+    assert_trains_as_plain(make(D, W, 3, 3, norm=norm, jk=jk, act_first=act_first))
+
+
+class DeeperGCN(nn.Module):
+    """As in PyG's example for ogbn-proteins: the norm of the first block is the last norm."""
+
+    def __init__(self, block: str = "res+", norm: type[nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.node_encoder, self.edge_encoder = nn.Linear(D, W), nn.Linear(3, W)
+        self.layers = nn.ModuleList()
+        for i in range(3):
+            conv = gnn.GENConv(W, W, aggr="softmax", learn_t=True, num_layers=2, norm="layer")
+            options = {"dropout": 0.0, "ckpt_grad": i % 3}
+            self.layers.append(gnn.DeepGCNLayer(conv, norm(W), nn.ReLU(), block, **options))
+        self.lin = nn.Linear(W, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        x = self.node_encoder(x)
+        edge_attr = self.edge_encoder(edge_attr)
+        x = self.layers[0].conv(x, edge_index, edge_attr)
+        for layer in self.layers[1:]:
+            x = layer(x, edge_index, edge_attr)
+        return self.lin(self.layers[0].act(self.layers[0].norm(x)))
+
+
+@pytest.mark.some_cases(2)
+@pytest.mark.parametrize("block", ["res+", "res", "plain"])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+def test_deeper_gcn(block: str, norm: type[nn.Module]) -> None:
+    assert_trains_as_plain(DeeperGCN(block, norm), ON_EDGES)
+
+
+class Block(nn.Module):
+    """Its forward depends on values, so it cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.lin = gnn.GCNConv(D, D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.conv(x, edge_index)
+        if float(self.lin.weight.sum()) > -1e9:
+            h += self.lin(x)
+        return h.relu_(), x
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.conv = nn.Linear(D, 3), gnn.SAGEConv(D, 3)
+
+    def forward(self, h: Tensor, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+        return h, self.lin(h) + self.conv(x, edge_index)
+
+
+class Listed(nn.Module):
+    """Says itself how it is cut."""
+
+    def __init__(self, last: str = "h, x, edge_index -> h, out", *more: Any) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(D, D)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head, self.last, self.more = Head(), last, more
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.encoder(x)
+        for block in self.blocks:
+            h, _ = block(h, edge_index) if len(h) else (h, h)
+        return self.head(h, x, edge_index)
+
+    def pipeline_layers(self) -> list[Any]:
+        blocks = [(block, "h, edge_index -> h, before") for block in self.blocks]
+        return [(self.encoder, "x -> h"), *blocks, (self.head, self.last), *self.more]
+
+
+class ListedBlocks(DeeperGCN):
+    """Blocks with activation checkpoints, called as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.ckpt_grad = 1
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        h, edge_attr = self.node_encoder(x), self.edge_encoder(edge_attr)
+        for layer in self.layers:
+            h = layer(h, edge_index, edge_attr)
+        return self.lin(h)
+
+    def pipeline_layers(self) -> list[tuple[nn.Module, str]]:
+        blocks = [(layer, "h, edge_index, edge -> h") for layer in self.layers]
+        ends = (self.node_encoder, "x -> h"), (self.edge_encoder, "edge_attr -> edge")
+        return [*ends, *blocks, (self.lin, "h -> out")]
+
+
+def test_models_that_say_their_own_cut_have_these_layers() -> None:
+    assert num_layers(assert_trains_as_plain(Listed())) == 4
+    assert num_layers(assert_trains_as_plain(ListedBlocks(), ON_EDGES)) == 3
+
+
+RIGHT, ONE_CHUNK = "h, x, edge_index -> h, out", torch.zeros(N, dtype=torch.int64)
+NO_PAIR = "return pairs of a submodule"
+
+
+@pytest.mark.parametrize(
+    ("listed", "partition", "text"),
+    [
+        (["h, y, edge_index -> h, out"], PARTITION, "earlier outputs.*got y"),
+        (["h, h, edge_index -> h, out"], PARTITION, "difference"),
+        (["h, h, edge_index -> h, out"], ONE_CHUNK, "difference"),
+        ([RIGHT, (torch.relu, "h -> h")], PARTITION, NO_PAIR),
+        ([RIGHT, (nn.Linear(D, D), "h -> h")], PARTITION, NO_PAIR),
+        ([RIGHT, "h"], PARTITION, NO_PAIR),
+    ],
+)
+def test_a_wrong_cut_is_refused(listed: list[Any], partition: Tensor, text: str) -> None:
+    engine = one_process_engine(Listed(*listed).double(), partition=partition)
+    with pytest.raises(UnsupportedError, match=text):
+        engine.forward((graph().x, graph().edge_index), {})
 
 
 class SumsByHand(nn.Module):
@@ -383,11 +518,10 @@ BY_HAND: dict[str, tuple[Callable[..., Tensor], str]] = {
 @pytest.mark.parametrize("name", BY_HAND)
 def test_messages_by_hand_are_refused_in_words(name: str) -> None:
     by_hand, place = BY_HAND[name]
-    net = beside(by_hand)().double()
-    call = flatten_call(net, (graph().x, graph().edge_index), {})
+    engine = one_process_engine(beside(by_hand)().double(), partition=PARTITION)
     words = rf"Forward passes messages by hand, '{name}' .* at {place}(.|\n)*class Mean"
     with pytest.raises(UnsupportedError, match=words):
-        cut_module(net, call, classify(call))
+        engine.forward((graph().x, graph().edge_index), {})
 
 
 class ReadsSources(Laplacian):
@@ -424,8 +558,9 @@ class PassesGraphOn(Convs):
         self.encode, self.decode = OnGraph(self.encode), OnGraph(self.decode)
 
     def forward(self, data: Data) -> Data:
+        assert data.edge_weight is None and "x" in data
         for part in (self.encode, self.convs, self.decode):
-            x = data.x
+            x = data.x + data.x.new_ones(data.num_nodes, 1)
             data = part(data)
             data.x = data.x + x.mean(-1, keepdim=True)
         return data
@@ -488,7 +623,7 @@ def drops_edges(net: Any, data: Data) -> Any:
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_edges_dropped_in_a_step_train_as_plainly(num_stages: int) -> None:
-    assert_alike(SkipsWhereWidthsFit, drops_edges, num_stages=num_stages)
+    assert_alike(SkipsWhereShapesFit, drops_edges, num_stages=num_stages)
 
 
 class SelectsEdges(Convs):
@@ -511,15 +646,16 @@ class DropsHardlyAny(SelectsEdges):
         return super().forward(x, edge_index, edge_attr)
 
 
+@pytest.mark.some_cases(2)
 @pytest.mark.parametrize("kind", [SelectsEdges, DropsHardlyAny])
 @pytest.mark.parametrize("conv", [gnn.GCNConv, gnn.SAGEConv, gnn.GATConv])
 def test_edges_that_forward_selects_train_as_plainly(
     conv: Callable[[int, int], nn.Module], kind: type[SelectsEdges]
 ) -> None:
-    assert_alike(lambda: kind(conv), with_features_of_edges)
+    assert_alike(lambda: kind(conv), by_name())
 
 
-class DropsEdges(SkipsWhereWidthsFit):
+class DropsEdges(SkipsWhereShapesFit):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         if self.training:
             edge_index = edge_index[:, torch.rand_like(edge_index[0], dtype=x.dtype) > 0.3]
@@ -529,10 +665,3 @@ class DropsEdges(SkipsWhereWidthsFit):
 def test_edges_dropped_in_one_mode_alone_are_refused_in_words() -> None:
     with pytest.raises(UnsupportedError, match="drop edges in training_step, not in forward"):
         fit(DropsEdges, num_chunks=3)
-
-
-def with_features_of_edges(net: Any, data: Data) -> Any:
-    return net(data.x, data.edge_index, data.edge_attr)
-
-
-trained = test_depth_trains_as_plainly
