@@ -218,6 +218,3 @@ def test_habits_equal_a_plain_trainer_and_train_in_chunks(kind: type[Infomax]) -
     assert exact.losses == pytest.approx(plain.losses, rel=1e-9)
     assert chunked.losses == pytest.approx(plain.losses, rel=0.2)
     assert len(set(chunked.losses)) == NUM_STEPS
-
-
-equals_plain = test_habits_equal_a_plain_trainer_and_train_in_chunks
