@@ -9,16 +9,15 @@ from typing import Any, get_args
 
 import lightning as L
 import pytest
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_gnnpipe import PipelineMonitor, StalenessMonitor, TimelineCallback
+from lightning_gnnpipe import PipelineMonitor, StalenessMonitor
 from lightning_gnnpipe.callbacks import monitor
 from lightning_gnnpipe.planning.closed_forms import pipeline_bytes
 from lightning_gnnpipe.types import TrafficKind
 from tests.helpers.observed import NUM_CLASSES, NUM_NODES, WIDTH, fit, make_module
 from tests.helpers.steps import make_stats
-from tests.helpers.wandb_files import read_offline_run
 
 SENT = ("forward", "backward", "output", "weight_grad")
 
@@ -122,35 +121,3 @@ def test_large_counts_of_bytes_are_exact(tmp_path: Path, monkeypatch: pytest.Mon
     [line] = fit_csv(tmp_path, PipelineMonitor(), max_epochs=1)
     assert float(line["pipe/bytes/forward"]) == count
     assert float(line["pipe/peak_memory_mib/stage_0"]) == 2**20 / monitor._MIB
-
-
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_wandb_has_figures_and_picture_offline(
-    num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    logger = WandbLogger(save_dir=tmp_path, offline=True, project="test")
-    callbacks = PipelineMonitor(), TimelineCallback(epoch=1, dirpath=tmp_path), EndRun()
-    fit(num_stages, *callbacks, logger=logger)
-    logged = read_offline_run(tmp_path)
-    lines = [line for line in logged if "pipe/step_s" in line]
-    assert len([line["trainer/global_step"] for line in lines]) == 3
-    for line in lines:
-        assert pipe_keys(num_stages) <= line.keys()
-        assert line["pipe/bytes/output"] == (num_stages - 1) * NUM_NODES * NUM_CLASSES * 4
-    assert sum("pipe/timeline" in line for line in logged) == 1
-    [picture] = tmp_path.rglob("media/images/**/*.png")
-    assert picture.read_bytes() == (tmp_path / "timeline_epoch_1.png").read_bytes()
-
-
-class EndRun(L.Callback):
-    """Lets wandb finish its file, and end its service, in the process that logged."""
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if trainer.is_global_zero:
-            import wandb
-
-            trainer.logger.experiment.finish()
-            wandb.teardown()

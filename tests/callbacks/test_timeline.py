@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.profilers import PyTorchProfiler
 from matplotlib import image
 from matplotlib.colors import to_rgb
@@ -99,6 +99,25 @@ def test_profilers_show_every_chunk_by_name(tmp_path: Path) -> None:
         for phase, chunk in product(("forward", "backward"), range(4)):
             assert f"{phase} stage {rank} chunk {chunk}" in found
     assert len(list(tmp_path.glob("*.json"))) == 2
+
+
+class Wandb(WandbLogger):
+    """Keeps the pictures that it is given, where wandb would start a service."""
+
+    name = version = save_dir = None
+    log_metrics = log_hyperparams = save = finalize = lambda *_, **__: None
+
+    def __init__(self) -> None:
+        self.images = list[Any]()
+
+    def log_image(self, key: str, images: list[Any], step: int | None = None, **_: Any) -> None:
+        self.images.append((key, images, step))
+
+
+def test_wandb_is_given_the_picture(tmp_path: Path) -> None:
+    logger, callback = Wandb(), TimelineCallback(1, tmp_path)
+    fit(1, callback, logger=logger)
+    assert logger.images == [("pipe/timeline", [str(callback.png_path)], 2)]
 
 
 def test_files_lie_with_the_first_logger_and_tensorboard_shows_the_picture(tmp_path: Path) -> None:

@@ -107,23 +107,6 @@ def test_two_weights_are_normalised_once_each(monkeypatch: pytest.MonkeyPatch) -
         made.clear()
 
 
-class Noise(nn.Module):
-    """Draws from a generator of its own, in a part that is not traced."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(0)
-        drawn = torch.randn(x.size(0), 1, generator=generator)
-        return x + 0.1 * drawn + 0.1 * torch.normal(0.0, 1.0, size=x.shape)
-
-
-def test_random_numbers_are_no_difference() -> None:
-    batch, layers = make_batch(), [(Noise(), "x -> x"), (gnn.SAGEConv(D, D), "x, edge_index -> x")]
-    del batch["edge_weight"]
-    engine = one_process_engine(gnn.Sequential("x, edge_index", layers), partition=CHUNKS)
-    for number in range(2):
-        step(engine, number, batch)
-
-
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize("conv", [gnn.GCNConv, gnn.SAGEConv, gnn.TAGConv, gnn.GraphConv])
 @pytest.mark.parametrize("partition", [WHOLE, CHUNKS])

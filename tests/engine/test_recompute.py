@@ -109,17 +109,6 @@ def test_the_numbers_are_the_same(case: str) -> None:
     torch.testing.assert_close(again, kept, rtol=close, atol=close)
 
 
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", ["mixed", "gcnii"])
-def test_histories_on_another_device(name: str, recompute: bool) -> None:
-    assert torch.device("cpu") != ELSEWHERE
-    here, there = (
-        train(name, recompute=recompute, history_device=device) for device in (None, ELSEWHERE)
-    )
-    torch.testing.assert_close(there, here, rtol=1e-12, atol=1e-12)
-
-
 def run_two(
     make: Callable[..., nn.Module], *, autocast: bool = False, **options: Any
 ) -> tuple[list[Tensor], Any]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
@@ -208,21 +206,6 @@ def test_norm_on_chunks_equals_the_oracle(name: str, recompute: bool) -> None:
         assert_step(steps.engine, {"x": graph[0], "edge_index": graph[1]}, net, expected, reference)
         move(net, 0.05)
         move(reference, 0.05)
-
-
-def test_norms_run_where_torch_refuses_an_epsilon_of_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`F.batch_norm` does in torch 2.11, in evaluation too."""
-    batch_norm = F.batch_norm
-
-    def checked(*args: Any, **kwargs: Any) -> Tensor:
-        bound = inspect.signature(batch_norm).bind(*args, **kwargs)
-        bound.apply_defaults()
-        if bound.arguments["eps"] <= 0:
-            raise ValueError("batch_norm eps must be positive")
-        return batch_norm(*args, **kwargs)
-
-    monkeypatch.setattr(F, "batch_norm", checked)
-    test_norm_on_chunks_equals_the_oracle("batch", recompute=False)
 
 
 @pytest.mark.parametrize("name", TRACKED)

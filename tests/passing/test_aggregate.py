@@ -1,4 +1,4 @@
-"""Fused aggregation: who takes it, and that it writes no messages."""
+"""Fused aggregation: which layers take it. That it writes no messages, `test_card.py` counts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,9 @@ import torch_geometric.nn as gnn
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
-from lightning_gnnpipe.graph import plan_from_assignment
-from lightning_gnnpipe.layers import find_layers, intercept
-from lightning_gnnpipe.passing import MessageContext
 from lightning_gnnpipe.passing.aggregate import linear_rule
-from lightning_gnnpipe.staleness import HistoryStore
 
-N, D = 9, 4
-ASSIGNMENT = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 1])
-EDGES = torch.tensor([[0, 0, 1, 3, 5, 5, 6, 2, 7, 4, 1], [1, 1, 3, 3, 2, 0, 4, 7, 2, 6, 5]])
+D = 4
 
 
 class Doubled(gnn.GCNConv):
@@ -68,40 +62,3 @@ def test_sums_of_constant_multiples_are_linear(
     assert linear_rule(conv) is None
     handle.remove()
     assert (linear_rule(conv) is not None) == is_linear
-
-
-@pytest.mark.parametrize("sizes", [(11,), (7, 4)])
-def test_no_message_is_written_down(
-    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With learned weights, or edges that are not the batch's, there are some."""
-    called: list[int] = []
-
-    def message(self: object, x_j: Tensor, edge_weight: Tensor | None = None) -> Tensor:
-        called.append(1)
-        return x_j
-
-    plan = plan_from_assignment(EDGES, N, ASSIGNMENT)
-    if len(sizes) == 1:
-        conv, plans = gnn.GCNConv(D, D), [plan]
-    else:
-        plan, conv = plan.with_edge_sets(sizes), gnn.SignedConv(D, D, first_aggr=True)
-        plans = [plan.edge_set(number) for number in range(2)]
-    context = MessageContext(HistoryStore(N, plan.num_chunks), plan)
-    with intercept(find_layers(conv), context):
-        monkeypatch.setattr(conv, "message", message.__get__(conv), raising=False)
-        for number, chunk in enumerate((*plan.whole.chunks, *plan.chunks)):
-            context.enter(chunk, 0)
-            chunks = [[*one.whole.chunks, *one.chunks][number] for one in plans]
-            conv(torch.randn(chunk.num_nodes, D), *(one.edge_index for one in chunks))
-        assert not called
-        if len(sizes) == 1:
-            context.enter(plan.whole.chunks[0], 0)
-            learned = torch.rand(11, requires_grad=True)
-            conv(torch.randn(N, D), plan.whole.chunks[0].edge_index, learned)
-        else:
-            context.enter(chunk, 0)
-            own, other = (one.edge_index for one in chunks)
-            conv(torch.randn(chunk.num_nodes, D), own.clone(), other)
-    context.leave()
-    assert called

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.layers import find_convs
-from lightning_gnnpipe.staleness import METHODS
 from tests.helpers.cases import name_of
 from tests.helpers.convs import CASES, ConvCase, ConvNet, D, attributed
 from tests.helpers.engines import one_process_engine
@@ -96,19 +95,6 @@ def test_p4_a_mean_over_all_nodes_is_a_step_old(case: ConvCase) -> None:
             oracle.chunked(*inputs, order=next_order(engine)) if by else oracle.exact(*inputs)
         )
         assert_step(engine, batch, net, expected)
-
-
-@pytest.mark.some_cases(2)
-@pytest.mark.parametrize("method", METHODS)
-def test_p4_no_rule_for_stale_rows_matters(method: str) -> None:
-    batch = make_batch()
-    net = ConvNet(ConvCase("GCNConv", lambda: gnn.GCNConv(D, D)), batch)
-    engine = one_process_engine(
-        net, partition=PARTITION, cross_edges="drop", method=METHODS[method]
-    )
-    for by in (0.0, 0.1, 0.1):
-        move(net, by)
-        assert_step(engine, batch, net, net(*cut_by_hand(batch).values()))
 
 
 def test_p4_features_of_dropped_edges_have_no_gradient() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import time
 from functools import cache
 from typing import Any
 
@@ -102,7 +101,8 @@ def test_what_is_compiled_trains_as_it_is_written_and_says_so(
     if way == "module":
         assert texts[0].startswith("net runs")
         assert next(iter(module.state_dict())).startswith("net._orig_mod.")
-    fit(WAYS[way], piped=PIPED)  # in chunks
+    named = {"pipelined_module": "net"} if way == "module" else {}
+    fit(WAYS[way], piped=PIPED | named)  # in chunks
 
 
 def test_what_is_compiled_is_compiled_again_afterwards() -> None:
@@ -110,10 +110,6 @@ def test_what_is_compiled_is_compiled_again_afterwards() -> None:
     assert hasattr(module.net.forward, "_torchdynamo_orig_callable")
     fit(WAYS["forward"], piped=PIPED)
     assert hasattr(Decorated.forward, "_torchdynamo_orig_callable")
-
-
-def test_a_compiled_module_can_be_named() -> None:
-    fit(WAYS["module"], piped={**PIPED, "pipelined_module": "net"})
 
 
 def test_a_second_name_of_a_compiled_module_is_no_second_network() -> None:
@@ -134,12 +130,9 @@ class Twice(nn.Module):
 
 
 def test_a_compiled_network_is_planned() -> None:
-    L.seed_everything(3, verbose=False)
     module = NodeClassifier(torch.compile(Net()), NUM_CLASSES)
-    started = time.monotonic()
     plan = GNNPipeStrategy(num_chunks=4).plan(module, make_data(), num_stages=2)
     assert len(plan.layer_names) == 3
-    assert time.monotonic() - started < 20  # compiling takes longer
 
 
 class Scriptable(nn.Module):

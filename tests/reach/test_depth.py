@@ -13,20 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
 from torch_geometric.nn.models.basic_gnn import BasicGNN
-from torch_geometric.utils import add_self_loops, dropout_edge, get_laplacian, scatter
+from torch_geometric.utils import add_self_loops, dropout_edge, get_laplacian
 
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import tensors_in
 from lightning_gnnpipe.layers import check_support
-from tests.helpers import degrees
-from tests.helpers.alike import D, N, assert_alike, by_name, fit, graph, net_of
+from tests.helpers.alike import D, N, assert_alike, by_name, fit, graph
 from tests.helpers.engines import one_process_engine
 
 W = 8  # channels
@@ -475,67 +473,6 @@ def test_a_wrong_cut_is_refused(listed: list[Any], partition: Tensor, text: str)
         engine.forward((graph().x, graph().edge_index), {})
 
 
-class SumsByHand(nn.Module):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return x + scatter(x[edge_index[0]], edge_index[1], 0, dim_size=x.size(0))
-
-
-def beside(by_hand: Callable[[Any, Tensor, Tensor], Tensor]) -> type[nn.Module]:
-    """Return a net with messages by hand before its last layer."""
-
-    def forward(net: Any, x: Tensor, e: Tensor) -> Tensor:
-        x = net.convs[0](net.encode(x), e)
-        return net.convs[1](by_hand(net, x, e), e)
-
-    return net_of(Convs, forward, part=SumsByHand)
-
-
-def weighted(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
-    row, col = edge_index
-    return net.convs[2](x, edge_index, (x[row] * x[col]).sum(-1).sigmoid())
-
-
-def gathered(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
-    return torch.gather(x, 0, edge_index.chunk(2)[0].view(-1, 1).expand(-1, x.size(1)))
-
-
-def normalised(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
-    edges, weight = get_laplacian(edge_index, None, "sym", x.dtype, x.size(0))
-    return net.convs[2](x, edges, weight)
-
-
-BY_HAND: dict[str, tuple[Callable[..., Tensor], str]] = {
-    "getitem": (weighted, r"test_depth.py:.*`return net.convs\[2\]"),
-    "index_select": (lambda net, x, e: x + x.index_select(0, e[0]).sum(0), "test_depth.py"),
-    "gather": (gathered, "test_depth.py"),
-    "index_add": (lambda net, x, e: x.index_add(0, e[1], x.new_ones(e.size(1), W)), "test_depth"),
-    "degree": (lambda net, x, e: degrees.add_degrees(x, e), "degrees.py"),
-    "part": (lambda net, x, e: net.part(x, e), "test_depth.py"),
-    "get_laplacian": (normalised, "test_depth.py"),
-}
-
-
-@pytest.mark.parametrize("name", BY_HAND)
-def test_messages_by_hand_are_refused_in_words(name: str) -> None:
-    by_hand, place = BY_HAND[name]
-    engine = one_process_engine(beside(by_hand)().double(), partition=PARTITION)
-    words = rf"Forward passes messages by hand, '{name}' .* at {place}(.|\n)*class Mean"
-    with pytest.raises(UnsupportedError, match=words):
-        engine.forward((graph().x, graph().edge_index), {})
-
-
-class ReadsSources(Laplacian):
-    """A layer whose forward reads rows of sources before it propagates."""
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.propagate(edge_index, x=x, norm=x[edge_index[0]].sum(-1, keepdim=True).tanh())
-
-
-def test_rows_of_sources_in_the_forward_of_a_layer_are_refused_in_words() -> None:
-    with pytest.raises(UnsupportedError, match=r"index.*`return self.*message\(self, x_j"):
-        fit(lambda: Owns(ReadsSources), num_chunks=3)
-
-
 class OnGraph(nn.Module):
     """Takes a graph, changes its rows and returns it."""
 
@@ -595,25 +532,6 @@ class KeepsResults(Laplacian):
 def test_what_layers_leave_on_themselves_is_no_input(caplog: pytest.LogCaptureFixture) -> None:
     assert_alike(lambda: Owns(KeepsResults))
     assert not [one for one in caplog.messages if "exact" in one]
-
-
-class Asks(Convs):
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.what = what
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.between(self.encode(x), edge_index)
-        if self.what == "values":
-            return self.decode(x) if x.mean() > 0 else x
-        width = int(x.max()) if self.what == "number" else 3
-        return F.pad(x, (0, width))
-
-
-@pytest.mark.parametrize("what", ["values", "number"])
-def test_questions_about_values_are_refused(what: str) -> None:
-    with pytest.raises(UnsupportedError, match="a decision on the values of a tensor"):
-        fit(lambda: Asks(what), num_chunks=3)
 
 
 def drops_edges(net: Any, data: Data) -> Any:

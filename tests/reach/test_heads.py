@@ -14,9 +14,9 @@ from torch.multiprocessing import ProcessRaisedException
 from torch_geometric.data import Data
 
 from lightning_gnnpipe.calls import classify, flatten_call
-from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.stages import cut, cut_module, trace
 from tests.helpers.alike import D, N, assert_alike, by_name, fit, graph, net_of
+from tests.helpers.trainers import weights
 
 W = 8
 
@@ -188,35 +188,21 @@ def test_the_head_draws_alike_on_all_ranks() -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
-def pool_between(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
-    x = net.convs[0](x, edge_index)
-    x = x + net.pool(x, torch.zeros_like(x[:, 0], dtype=torch.long))
-    return net.convs[1](x, edge_index)
+def test_one_chunk_may_combine_all_nodes_between_layers() -> None:
+    def between(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = net.convs[0](x, edge_index)
+        return net.convs[1](torch.softmax(x @ x.t(), dim=-1) @ x, edge_index)
+
+    plain, exact = (fit(encodes(between), num_chunks=n) for n in (0, 1))
+    torch.testing.assert_close(weights(exact), weights(plain), rtol=0, atol=1e-9)
 
 
-def select_between(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
-    x = net.convs[0](x, edge_index)
-    x, edge_index, *_ = net.pool(x, edge_index)
-    return net.convs[1](x, edge_index).mean(0)
+def test_attention_beside_the_layers_runs_on_all_rows() -> None:
+    def of_one_graph(net: Any, data: Data) -> Any:
+        return net(data.x, data.edge_index, torch.zeros(N, dtype=torch.int64))
 
-
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a pool between layers": (
-        encodes(pool_between, pool=gnn.aggr.MeanAggregation),
-        r"combines all nodes between layers, by 'pool' at test_heads.*\n.*\nPool behind the last",
-    ),
-    "top-k pooling": (
-        encodes(select_between, pool=lambda: gnn.TopKPooling(W, ratio=0.5)),
-        "TopKPooling: it chooses the nodes of later layers among all",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_mixes_rows_between_layers_is_refused(name: str) -> None:
-    make, text = REFUSED[name]
-    with pytest.raises(UnsupportedError, match=text):
-        fit(make, num_chunks=3)
+    options = {"trans_dropout": 0.0, "gnn_dropout": 0.0}
+    assert_alike(lambda: gnn.SGFormer(D, 8, 3, **options), of_one_graph)
 
 
 def test_a_graph_u_net_is_refused_on_two_devices() -> None:

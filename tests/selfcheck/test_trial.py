@@ -16,6 +16,7 @@ from tests.batches.test_batches import on_engine, run
 from tests.helpers.batches import NUM_FEATURES, SIZES, WIDTH, draw_batch
 
 X = torch.randn(3, 5, 4)
+OWN = torch.Generator()
 ATTENTION = nn.MultiheadAttention(4, 2, dropout=0.5)
 ENCODER = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5)
 LSTM, GRU = nn.LSTM(4, 4, 2, dropout=0.5), nn.GRU(4, 4, 2, dropout=0.5)
@@ -30,6 +31,8 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
     "gumbel": lambda: F.gumbel_softmax(X, hard=True),
     "exponential": lambda: torch.empty(4).exponential_(),
     "poisson": lambda: torch.poisson(X.exp()),
+    "normal": lambda: torch.normal(0.0, 1.0, size=(4,)),
+    "a generator": lambda: torch.randn(4, generator=OWN),
 }
 
 

@@ -112,47 +112,6 @@ def test_tied_weights_belong_to_several_stages() -> None:
     assert set(map(frozenset, users.values())) == {frozenset({0, 1, 2})}
 
 
-class Odd(Two):
-    """Does `how` in forward."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how, self.hidden = how, None
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Any:
-        if self.how == "branch" and not x.sum() > 0:
-            return x
-        if self.how == "constant":
-            x = x * torch.tensor([1.0, 2.0, 3.0, 4.0])
-        x = self.convs[0](x, edge_index)
-        if self.how == "keep":
-            self.hidden = x
-        if self.how == "per-node":
-            x = x + self.table
-        if self.how == "pool":
-            mean = x.mean(0)
-            return self.convs[1](x - mean, edge_index), mean
-        return self.convs[1](x, edge_index)
-
-
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("branch", r"traceable by torch.fx .*control flow"),
-        ("pool", "one row per node"),
-        ("constant", "Forward reads a tensor"),
-        ("keep", "values kept on the module: hidden"),
-        ("per-node", r"small part of the graph .*at test_layers.py:\d+, `x = x . self.table`"),
-    ],
-)
-def test_p4_what_a_trace_would_freeze_is_refused(how: str, text: str) -> None:
-    module = Odd(how)
-    module.table = nn.Parameter(torch.zeros(N, D))
-    with pytest.raises(UnsupportedError, match=text):
-        layers_of(module, torch.randn(N, D), EDGES)
-    assert module.hidden is None
-
-
 def test_inputs_are_told_apart() -> None:
     def flat(num_nodes: int, num_attrs: int) -> Call:
         attr = torch.randn(num_attrs, 3)

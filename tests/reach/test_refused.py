@@ -1,0 +1,289 @@
+"""What cannot be right on chunks, or is no part of a trace, is refused with what to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch_geometric.nn as gnn
+from torch import Tensor, nn
+from torch_geometric.utils import get_laplacian, scatter, to_undirected
+
+from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.layers import check_support
+from tests.helpers import degrees
+from tests.helpers.alike import N, graph
+from tests.helpers.engines import one_process_engine
+
+pytestmark = pytest.mark.usefixtures("double")
+
+W = 8  # channels
+GRAPH = graph(x=torch.randn(N, W, dtype=torch.float64))
+Between = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """Runs `between` behind the first of three layers, or before it; it may use `part`."""
+
+    def __init__(
+        self, between: Between, part: nn.Module | None = None, *, is_first: bool = False
+    ) -> None:
+        super().__init__()
+        self.is_first = is_first
+        self.convs = nn.ModuleList(gnn.GCNConv(W, W) for _ in range(3))
+        self.between, self.part = [between], part
+        self.emb = nn.Embedding(N, W)
+        self.register_buffer("shift", torch.zeros(N, W))
+        self.register_buffer("count", torch.zeros(3))
+        self.rows, self.adj = torch.rand(N, W), torch.eye(N).to_sparse()
+        self.data, self.edges = graph(x=self.rows), GRAPH.edge_index.clone()
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        h = x if self.is_first else self.convs[0](x, edge_index).tanh()
+        return self.convs[1](self.between[0](self, h, edge_index), edge_index)
+
+
+def assert_refused(net: nn.Module, words: str, num_chunks: int = 3) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        check_support(net, num_chunks=num_chunks)
+        engine = one_process_engine(net, partition=torch.arange(N) % num_chunks)
+        engine.forward((GRAPH.x, GRAPH.edge_index), {})
+
+
+SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x.mean(0) + x,
+    "sum": lambda x: torch.sum(x, dim=0, keepdim=True) / x.size(0) + x,
+    "std": lambda x: (x - 1) / x.std(0),
+    "amax": lambda x: x.amax(dim=0) - x,
+    "norm": lambda x: x / x.norm(),
+    "matmul": lambda x: x @ (x.t() @ x) / 9,
+    "einsum": lambda x: x @ torch.einsum("nd,nf->df", x, x) / 9,
+    "global_mean_pool": lambda x: x + gnn.global_mean_pool(x, None),
+    "matmul, softmax": lambda x: torch.softmax(x @ x.t(), dim=-1) @ x,
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_what_combines_all_nodes_between_layers(name: str) -> None:
+    words = rf"all nodes between layers, by '{name.partition(',')[0]}' at test_refused(.|\n)*Pool"
+    assert_refused(Net(lambda net, x, e: SUMS[name](x)), words)
+
+
+class SumsByHand(nn.Module):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return x + scatter(x[edge_index[0]], edge_index[1], 0, dim_size=x.size(0))
+
+
+def weighted(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    row, col = edge_index
+    return net.convs[2](x, edge_index, (x[row] * x[col]).sum(-1).sigmoid())
+
+
+def gathered(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    return torch.gather(x, 0, edge_index.chunk(2)[0].view(-1, 1).expand(-1, x.size(1)))
+
+
+def normalised(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    edges, weight = get_laplacian(edge_index, None, "sym", x.dtype, x.size(0))
+    return net.convs[2](x, edges, weight)
+
+
+BY_HAND: dict[str, tuple[Between, str]] = {
+    "getitem": (weighted, r"test_refused.py:.*`return net.convs\[2\]"),
+    "index_select": (lambda net, x, e: x + x.index_select(0, e[0]).sum(0), "test_refused.py"),
+    "gather": (gathered, "test_refused.py"),
+    "index_add": (lambda net, x, e: x.index_add(0, e[1], x.new_ones(e.size(1), W)), "test_refus"),
+    "degree": (lambda net, x, e: degrees.add_degrees(x, e), "degrees.py"),
+    "part": (lambda net, x, e: net.part(x, e), "test_refused.py"),
+    "get_laplacian": (normalised, "test_refused.py"),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_messages_by_hand(name: str) -> None:
+    between, place = BY_HAND[name]
+    words = rf"Forward passes messages by hand, '{name}' .* at {place}(.|\n)*class Mean"
+    assert_refused(Net(between, SumsByHand()), words)
+
+
+class ReadsSources(gnn.MessagePassing):
+    """Its forward reads rows of sources before it propagates."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x, norm=x[edge_index[0]].sum(-1, keepdim=True).tanh())
+
+    def message(self, x_j: Tensor, norm: Tensor) -> Tensor:
+        return norm * x_j
+
+
+class Runs(nn.Module):
+    """A function in a module, which is not traced."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def attends(net: Any, x: Tensor, _: Tensor) -> Tensor:
+    return net.part(x.unsqueeze(0)).squeeze(0)
+
+
+def pools(net: Any, x: Tensor, _: Tensor) -> Tensor:
+    return x + net.part(x, torch.zeros_like(x[:, 0], dtype=torch.long))
+
+
+ATTENTION = "all nodes between layers, by 'part'"
+VALUES = "a decision on the values of a tensor"
+PARTS: dict[str, tuple[Between, Callable[[], nn.Module | None], str]] = {
+    "a mean in a module": (
+        lambda net, x, e: net.part(x),
+        lambda: Runs(lambda x: x - x.mean(0)),
+        "all nodes between layers|same values on chunks",
+    ),
+    "a softmax in a module": (
+        lambda net, x, e: net.part(x),
+        lambda: Runs(lambda x: x * torch.softmax(x, dim=0)),
+        "all nodes between layers|same values on chunks",
+    ),
+    "SGFormer": (attends, lambda: gnn.attention.SGFormerAttention(W, head_channels=W), ATTENTION),
+    "Performer": (attends, lambda: gnn.attention.PerformerAttention(W, heads=2), ATTENTION),
+    "Polynormer": (attends, lambda: gnn.attention.PolynormerAttention(W, 2, 4), ATTENTION),
+    "GPSConv": (
+        lambda net, x, e: net.part(x, e),
+        lambda: gnn.GPSConv(W, gnn.GCNConv(W, W), attn_type="performer"),
+        "GPSConv: its attention runs over all nodes",
+    ),
+    "a pool": (
+        pools,
+        gnn.aggr.MeanAggregation,
+        r"combines all nodes between layers, by 'part' at test_refused.*\n.*\nPool behind the last",
+    ),
+    "top-k pooling": (
+        lambda net, x, e: net.part(x, e)[0],
+        lambda: gnn.TopKPooling(W, ratio=0.5),
+        "TopKPooling: it chooses the nodes of later layers among all",
+    ),
+    "rows of sources": (
+        lambda net, x, e: net.part(x, e),
+        ReadsSources,
+        r"index.*`return self.*message\(self, x_j",
+    ),
+    "values": (lambda net, x, e: x if x.mean() > 0 else -x, lambda: None, VALUES),
+    "a number": (lambda net, x, e: F.pad(x, (0, int(x.max()))), lambda: None, VALUES),
+    "edges turned both ways": (
+        lambda net, x, e: net.convs[2](x, to_undirected(e, num_nodes=x.size(0))),
+        lambda: None,
+        "chunks",
+    ),
+    "a sum of all before": (lambda net, x, e: x.cumsum(0) / N, lambda: None, "chunks"),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_what_is_no_function_of_single_rows(name: str) -> None:
+    between, make, words = PARTS[name]
+    assert_refused(Net(between, make()), words)
+
+
+NOT_HELD: dict[str, tuple[Between, str]] = {
+    "an attribute": (lambda net, x, e: x + net.rows, "'self.rows'"),
+    "edges": (lambda net, x, e: net.convs[2](x, net.edges), "'self.edges'"),
+    "a graph": (lambda net, x, e: x + net.data.x, "'self.data.x'"),
+    "a matrix": (lambda net, x, e: net.adj @ x, "'self.adj'"),
+    "a global": (lambda net, x, e: x + GRAPH.x, "GRAPH.x"),
+    "ones": (lambda net, x, e: x + torch.ones(N, 1), "torch.ones"),
+    "constants": (lambda net, x, e: x * torch.tensor([1.0, 2.0] * (W // 2)), ""),
+    "random numbers": (lambda net, x, e: x + torch.rand(N, 1), "torch.rand"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_HELD)
+def test_tensors_that_are_no_arguments_parameters_or_buffers(name: str) -> None:
+    between, found = NOT_HELD[name]
+    assert_refused(Net(between), f"Forward reads .*{found}.*\nPass it as an arg", num_chunks=1)
+
+
+def remembers(net: Any, x: Tensor, _: Tensor) -> Tensor:
+    h = x + net.shift
+    net.shift.copy_(h.detach())
+    return h
+
+
+def clamps(net: Any, x: Tensor, _: Tensor) -> Tensor:
+    net.emb.weight.data.clamp_(-0.1, 0.1)
+    return x + net.emb.weight
+
+
+def assigns(net: Any, x: Tensor, _: Tensor) -> Tensor:
+    net.emb.weight.data = F.normalize(net.emb.weight.data)
+    return x + net.emb.weight
+
+
+def writes_under_a_view(net: Any, x: Tensor, _: Tensor) -> Tensor:
+    h = x.clone()
+    first = h[:, :1]
+    h[x > 0] = 0.0
+    return h + first
+
+
+def writes_to_a_view(net: Any, x: Tensor, _: Tensor) -> Tensor:
+    h = x.clone()
+    h[:, 0][x[:, 1] > 0] = 0.0
+    return h
+
+
+def writes_to_the_same(net: Any, x: Tensor, _: Tensor) -> Tensor:
+    h = x.contiguous()
+    h[x > 0] = 0.0
+    return h
+
+
+def writes_to_a_buffer(net: Any, x: Tensor, _: Tensor) -> Tensor:
+    net.count.view(-1)[0] = 1.0
+    return x
+
+
+def writes_an_argument(net: Any, x: Tensor, _: Tensor) -> Tensor:
+    x[:, 0] = 1.0
+    return x
+
+
+@pytest.mark.parametrize(
+    ("write", "found"),
+    [
+        (remembers, "'module.shift', which is no argument"),
+        (clamps, "'module.emb.weight', which is no argument"),
+        (assigns, "does not support assignment of data"),
+        (writes_under_a_view, "shares memory"),
+        (writes_to_a_view, "shares memory"),
+        (writes_to_the_same, "shares memory"),
+        (writes_to_a_buffer, "shares memory"),
+        (writes_an_argument, "an assignment to some rows of a tensor"),
+    ],
+)
+def test_writes_that_others_would_see(write: Between, found: str) -> None:
+    """In one chunk too, where no values are compared."""
+    assert_refused(Net(write, is_first=True), found, num_chunks=1)
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": lambda x, adj: adj @ x,
+    "mm": lambda x, adj: torch.mm(adj, x),
+    "to_dense": lambda x, adj: x + adj.to_dense().sum(1, keepdim=True),
+    "t": lambda x, adj: adj.t() @ x,
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_with_a_matrix_between_layers(name: str) -> None:
+    net = Net(lambda net, x, adj: PRODUCTS[name](x, adj))
+    engine = one_process_engine(net, partition=torch.arange(N) % 3)
+    adj = torch.sparse_coo_tensor(GRAPH.edge_index, torch.rand(GRAPH.num_edges), (N, N))
+    with pytest.raises(UnsupportedError, match=rf"'{name}' to a sparse(.|\n)*SimpleConv"):
+        engine.forward((GRAPH.x, adj.coalesce().to_sparse_csr()), {})
