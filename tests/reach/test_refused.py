@@ -181,6 +181,11 @@ PARTS: dict[str, tuple[Between, Callable[[], nn.Module | None], str]] = {
         lambda: None,
         "chunks",
     ),
+    "the size of the graph": (
+        lambda net, x, e: x.view(N, 2, W // 2).flatten(1),
+        lambda: None,
+        r"small part of the graph .*at test_refused.py:\d+, `lambda net, x, e: x.view\(N",
+    ),
     "a sum of all before": (lambda net, x, e: x.cumsum(0) / N, lambda: None, "chunks"),
 }
 
