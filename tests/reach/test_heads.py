@@ -197,6 +197,7 @@ def test_one_chunk_may_combine_all_nodes_between_layers() -> None:
     torch.testing.assert_close(weights(exact), weights(plain), rtol=0, atol=1e-9)
 
 
+@pytest.mark.usefixtures("double")
 def test_attention_beside_the_layers_runs_on_all_rows() -> None:
     def of_one_graph(net: Any, data: Data) -> Any:
         return net(data.x, data.edge_index, torch.zeros(N, dtype=torch.int64))
