@@ -1,8 +1,12 @@
-"""What users do with networks and in training, a few lines each."""
+"""What users do with networks and in training, a few lines each; a draw has some of them."""
 
 from __future__ import annotations
 
-from tests.differential.program import Habit
+from dataclasses import replace
+from random import Random
+
+from tests.differential.nets import GraphDraw, NetDraw, call_arguments, draw_graph, draw_net
+from tests.differential.program import Draw, Habit
 
 PLAIN = frozenset({"plain out"})
 
@@ -89,18 +93,10 @@ HOOKS = [
         ("weights decayed by hand",
          "with torch.no_grad():\n    for p in self.net.parameters():\n        p.mul_(0.9)",
          True, ""),
-        ("weights clamped by data", "for p in self.parameters():\n    p.data.clamp_(-0.2, 0.2)",
-         True, ""),
-        ("last layer set", "nn.init.constant_(self.net.lin_out.weight, 0.1)", True, ""),
         ("forward without gradients",
          "with torch.no_grad():\n"
          "    data = make_graph(1)\n    x, edge_index = data.x, data.edge_index\n"
          "    self.see('early', self.net(ARGUMENTS).mean())", True, "plain out"),
-        ("another rate", "for group in self.trainer.optimizers[0].param_groups:\n"
-                         "    group['lr'] = 0.01", True, ""),
-        ("loaded weights", "if self.current_epoch == 1:\n"
-                           "    self.before = copy.deepcopy(self.state_dict())\n"
-                           "else:\n    self.load_state_dict(self.before)", False, ""),
     ]
 ]  # fmt: skip
 
@@ -112,7 +108,6 @@ COPIES = [
                        "out = out + 0 * target",
            "loss": "loss = loss + F.mse_loss(out, target)"},
           oracle=False, needs=PLAIN),
-    Habit("alias of the layers", {"init": "self.backbone = self.net.convs"}),
     Habit("head tied outside",
           {"init": "self.head = nn.Linear(8, 3)\n"
                    "self.head.weight = self.net.lin_out.weight",
@@ -165,13 +160,8 @@ TORCH_HOOKS = [
     Habit("hook that changes", {"step_out": "if out.requires_grad:\n"
                                 "    out.register_hook(lambda g: 0.5 * g)"}),
     hooked("forward hook of a layer", f"self.net.convs[0].register_forward_hook({_SEE})"),
-    hooked("hook of a weight",
-           "next(self.net.parameters()).register_hook(lambda g: self.see('hook', g.norm()))"),
     hooked("hook of weights that changes",
            "for p in self.net.parameters():\n    p.register_hook(lambda g: 0.5 * g)"),
-    hooked("hook after accumulation",
-           "for p in list(self.net.parameters())[:1]:\n"
-           "    p.register_post_accumulate_grad_hook(lambda p: self.see('hook', p.grad.norm()))"),
 ]  # fmt: skip
 
 # Values of all weights or gradients.
@@ -180,13 +170,8 @@ WHOLE = [
           {"methods": "def configure_gradient_clipping(self, optimizer, *args, **kwargs):\n"
                       "    self.see('clip', nn.utils.clip_grad_norm_(self.parameters(), 0.1))"},
           group="clip"),
-    Habit("clipped by value",
-          trainer="gradient_clip_val=0.01, gradient_clip_algorithm='value'", group="clip"),
     Habit("weight penalty",
           {"loss": "loss = loss + 0.01 * sum(p.pow(2).sum() for p in self.parameters())"}),
-    Habit("all weights in a vector",
-          {"step_end": "self.see('vector', "
-                       "nn.utils.parameters_to_vector(self.net.parameters()).norm())"}),
 ]  # fmt: skip
 
 _MANUAL = """
@@ -194,11 +179,6 @@ optimizer = self.optimizers()
 optimizer.zero_grad()
 self.manual_backward(loss)
 optimizer.step()
-"""
-_METRICS = """
-from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
-self.scores = MetricCollection({'a': MulticlassAccuracy(3), 'f': MulticlassF1Score(3)})
 """
 
 
@@ -214,7 +194,6 @@ SETTINGS = [
     Habit("accumulated",
           {"loaders": "train = DataLoader([graph, graph], batch_size=None)"},
           trainer="accumulate_grad_batches=2", group="loader", oracle=False),
-    Habit("extra results", {"step_end": "return {'loss': loss, 'out': out.detach()}"}),
     Habit("second pass without gradients",
           {"step_end": "with torch.no_grad():\n"
                        "    self.see('again', self.net(ARGUMENTS).mean())"},
@@ -223,40 +202,52 @@ SETTINGS = [
           {"step_end": "self.net.eval()\nwith torch.no_grad():\n"
                        "    self.log('again', self.net(ARGUMENTS).mean())\nself.net.train()"},
           needs=PLAIN, oracle=False),
-    Habit("metrics", {"init": _METRICS,
-                      "step_end": "self.scores(out.detach(), data.y)\n"
-                                  "self.log_dict(self.scores, on_step=False, on_epoch=True)"}),
     optimized("two groups",
               "last = list(self.net.lin_out.parameters())\n"
               "return torch.optim.SGD([{'params': last, 'lr': 0.2}, {'params': "
               "list(self.net.convs.parameters()) + [nn.Parameter(torch.ones(1))]}], lr=0.1)"),
     optimized("some weights", "return torch.optim.SGD(self.net.lin_out.parameters(), lr=0.1)"),
-    optimized("one cycle",
-              "optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)\n"
-              "schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)\n"
-              "return {'optimizer': optimizer, "
-              "'lr_scheduler': {'scheduler': schedule, 'interval': 'step'}}"),
-    optimized("plateau",
-              "optimizer = torch.optim.SGD(self.parameters(), lr=0.1)\n"
-              "schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)\n"
-              "return {'optimizer': optimizer, "
-              "'lr_scheduler': {'scheduler': schedule, 'monitor': 'train_loss'}}"),
-    Habit("early stop", callbacks="EarlyStopping('train_loss', patience=1, mode='max')"),
-    Habit("stochastic averages", oracle=False,
-          callbacks="StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=1)"),
-    Habit("averages by Lightning", callbacks="EMAWeightAveraging(decay=0.5)", oracle=False),
-    Habit("validation now and then", trainer="check_val_every_n_epoch=2"),
     Habit("evaluated before",
           {"loaders": "trainer.validate(module, val or train, verbose=False)\n"
                       "module.seen.clear()\n"
                       "L.seed_everything(7, verbose=False)"}, oracle=False),
-    Habit("steps at its own pace",
-          {"methods": "def optimizer_step(self, epoch, batch_idx, optimizer, closure):\n"
-                      "    optimizer.step(closure=closure)\n"
-                      "    self.see('steps', epoch)"}),
     Habit("skips an epoch", {"methods": "def on_train_batch_start(self, batch, batch_idx):\n"
                              "    return -1 if self.current_epoch == 1 else None"}, oracle=False),
 ]  # fmt: skip
 
 KINDS = (INPUTS, READS, HOOKS, COPIES, OUTPUTS, TORCH_HOOKS, WHOLE, SETTINGS)
 HABITS = tuple(habit for kind in KINDS for habit in kind)
+
+
+def draw_of(seed: int) -> Draw:
+    """Return the draw of a seed.
+
+    Habits go by turns, so that each comes once in as many draws as there are, whatever the
+    others are.
+    """
+    random = Random(seed)
+    graph = draw_graph(random)
+    net = draw_net(random, graph)
+    first = HABITS[seed % len(HABITS)]
+    while not _fits(net, graph, (first,)):
+        graph = replace(graph, weights=False, attributes=False)
+        net = draw_net(random, graph)
+    habits = (first,)
+    for _ in range(random.choice([0, 1, 2, 3])):
+        more = (*habits, random.choice(random.choice(KINDS)))
+        if _fits(net, graph, more):
+            habits = more
+    return Draw(seed, net, graph, habits)
+
+
+def _fits(net: NetDraw, graph: GraphDraw, habits: tuple[Habit, ...]) -> bool:
+    """Whether these habits go together, and with the network."""
+    groups = [habit.group for habit in habits if habit.group]
+    names = [habit.name for habit in habits]
+    has = net.has
+    if call_arguments(net, graph) == "x, edge_index":
+        has.add("edges alone")
+    if "output" not in groups:
+        has.add("plain out")
+    is_alone = len(groups) == len(set(groups)) and len(names) == len(set(names))
+    return is_alone and all(habit.needs <= has for habit in habits)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -55,10 +54,10 @@ SETTINGS = {
     for one in (
         Setting("one chunk", "", "GNNPipeStrategy(num_chunks=1)"),
         Setting("exact", "", f"GNNPipeStrategy(num_chunks=4), 1, {_EXACT}"),
-        Setting("exact, two stages", "",
+        Setting("exact, two", "",
                 f"GNNPipeStrategy(num_chunks=4, start_method='fork'), 2, {_EXACT}"),
         Setting("stale", "'auto', 1, [Oracle(4)]", f"GNNPipeStrategy({_PIPED})"),
-        Setting("stale, two stages", "'auto', 1, [Oracle(4)]",
+        Setting("stale, two", "'auto', 1, [Oracle(4)]",
                 f"GNNPipeStrategy({_PIPED}, start_method='fork'), 2"),
         Setting("one or two stages", "GNNPipeStrategy(num_chunks=4)",
                 "GNNPipeStrategy(num_chunks=4, start_method='fork'), 2"),
@@ -90,7 +89,7 @@ class Draw:
         else:
             names = ["one chunk", "exact", *(["stale"] if has_oracle else [])]
             if self.seed % 5 == 0:
-                names.append("stale, two stages" if has_oracle else "exact, two stages")
+                names.append("stale, two" if has_oracle else "exact, two")
         return [SETTINGS[name] for name in names]
 
 
@@ -181,7 +180,7 @@ def make_callbacks():
 
 def results(strategy="auto", devices=1, callbacks=()):
     """Return all that training gave, by name."""
-    folder = mkdtemp()
+    folder = mkdtemp(dir=Path(__file__).parent)
     L.seed_everything(7, verbose=False)
     module, graph = Module(), make_graph()
     callbacks = [*callbacks, *make_callbacks(), Record(folder)]
@@ -200,18 +199,6 @@ def results(strategy="auto", devices=1, callbacks=()):
     found |= {f"final {n}": v.detach().clone() for n, v in module.state_dict().items()}
     return found
 '''
-
-_MAIN = """
-if __name__ == "__main__":
-    from tests.differential.oracle import Oracle
-
-    expected = results(EXPECTED)
-    found = results(FOUND)
-    for name in {**expected, **found}:
-        a, b = expected.get(name), found.get(name)
-        if a is None or b is None or a.shape != b.shape or not torch.allclose(a, b, equal_nan=True):
-            print(name, "expected:", a, "found:", b)
-"""
 
 
 def text_of(draw: Draw) -> str:
@@ -242,13 +229,6 @@ def text_of(draw: Draw) -> str:
     for name, value in values.items():
         text = text.replace(name, value)
     return text + "\n"
-
-
-def script_of(draw: Draw, setting: Setting) -> str:
-    """Return the program with a main part that prints what differs under a setting."""
-    main = _MAIN.replace("EXPECTED", setting.expected).replace("FOUND", setting.found)
-    text = text_of(draw) + main.replace("NODES", str(draw.graph.num_nodes))
-    return re.sub(r"\n\s*\n\s*\n+", "\n\n\n", text)
 
 
 def fill(text: str, slot: str, lines: str) -> str:

@@ -275,9 +275,10 @@ class Books(L.LightningModule):
         return torch.optim.Adam(self.parameters(), 1e-2)
 
 
-def test_attributes_that_differ_between_ranks_are_traced_by_all() -> None:
+@pytest.mark.parametrize("weights", ["whole", "staged"])
+def test_attributes_that_differ_between_ranks_are_traced_by_all(weights: str) -> None:
     found = []
-    for num_ranks, piped in ((1, None), (2, {"num_chunks": 1, "weights": "staged"})):
+    for num_ranks, piped in ((1, None), (2, {"num_chunks": 1, "weights": weights})):
         module = Books().double()
         data = communities(3).data
         trainer = quiet_trainer(num_ranks, piped, max_epochs=EPOCHS)
