@@ -1,73 +1,132 @@
-"""The table of stages: which layers each one computes, their parameters and costs."""
+"""What is told of a module in stages: their table, and the bytes and seconds of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_gnnpipe.calls import Kind
 from lightning_gnnpipe.chunks import LayerNames
-from lightning_gnnpipe.stages import Stage
+from lightning_gnnpipe.codecs import Codecs
+from lightning_gnnpipe.stages import Layers, Stage, ids_in_stages
 from lightning_gnnpipe.types import Weights
 
-_HEADINGS = ("stage", "layers", "parameters", "cost [ms]")
-_LEFT = 1  # the left-aligned column
 _MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class StageRow:
-    """One stage; or, with `index=None`, the parameters outside of the pipelined module.
+class Split:
+    """A module in stages, each of `num_shards` ranks.
 
     Attributes:
-        num_parameters: Parameter values; a parameter of several stages counts on the first.
-        cost_s: Seconds of its layers, scaled to a training step; None if not measured.
-        repeated: Names of earlier layers that the stage computes again.
+        users: By name, the stages that use a parameter or buffer of `module`.
+        num_rows: Returns the number of nodes, or of edges in an edge set.
     """
 
-    index: int | None
-    layers: tuple[str, ...]
-    num_parameters: int
-    cost_s: float | None
-    repeated: tuple[str, ...] = ()
+    module: nn.Module
+    layers: Layers
+    stages: Sequence[Stage]
+    users: Mapping[str, set[int]]
+    num_shards: int
+    num_rows: Callable[[Kind, int], int]
+
+    def weights_of(self, stage: Stage) -> list[nn.Parameter]:
+        """Return the parameters that `stage` uses."""
+        named = self.module.named_parameters()
+        return [p for name, p in named if stage.index in self.users.get(name, ())]
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the module's outputs."""
+        values = [self.layers.values[name] for name in self.layers.outputs]
+        return sum(self.num_rows(one.kind, one.edge_set) * one.row_bytes for one in values)
+
+    def cut_bytes(self, stage: Stage, codecs: Codecs) -> tuple[int, int]:
+        """Return the bytes that `stage` sends to the next one in a step, and that come back."""
+        ahead = back = 0
+        for one in map(self.layers.values.__getitem__, stage.sent):
+            shape = (self.num_rows(one.kind, one.edge_set), *one.row_shape)
+            ahead += codecs.rows.payload_bytes(shape, one.dtype)
+            back += codecs.grads.payload_bytes(shape, one.dtype) * one.requires_grad
+        return ahead, back
+
+    def step_bytes(self, root: nn.Module, codecs: Codecs) -> dict[Weights, int]:
+        """Return the bytes sent in a step, by the value of the strategy's `weights`.
+
+        Without halos of shards, and gradients of arguments. `root`: the LightningModule.
+        """
+        num_ranks = len(self.stages) * self.num_shards
+        sent = sum(sum(self.cut_bytes(stage, codecs)) for stage in self.stages[:-1])
+        sent += (num_ranks - 1) * self.output_bytes
+        own = ids_in_stages(self.module, root, self.users, [self.layers])
+        outer = (p for p in root.parameters() if p.requires_grad and id(p) not in own)
+        sent += (num_ranks - 1) * _gradient_bytes(outer)  # copies of the first rank's
+        named: tuple[Weights, ...] = get_args(Weights)
+        return {weights: sent + self._bytes_of_gradients(weights) for weights in named}
+
+    def _bytes_of_gradients(self, weights: Weights) -> int:
+        """Return the bytes of gradients of the weights of stages.
+
+        The shards of a stage sum them. All stages receive the sums, by shard; with "staged" only
+        the stages that use the weights. A sum takes two times as much as a copy.
+        """
+        num_shards, num_others, total = self.num_shards, len(self.stages) - 1, 0
+        for name, p in self.module.named_parameters():
+            num_users = len(self.users.get(name, ()))
+            if p.requires_grad and num_users:
+                copies = num_others * min(num_users, 2)
+                if weights == "staged":
+                    copies = 2 * (num_users - 1)
+                sums = 2 * num_users * (num_shards - 1)
+                total += _gradient_bytes([p]) * (sums + copies * num_shards)
+        return total
 
 
-def describe_stages(
-    root: nn.Module,
-    pipelined: nn.Module,
-    stages: Sequence[Stage],
-    users: Mapping[str, set[int]],
-    costs: Sequence[float],
-) -> tuple[StageRow, ...]:
-    """Return a row for each stage, and one for the rest of `root` if it has parameters.
+def _gradient_bytes(weights: Iterable[Tensor]) -> int:
+    """Return the bytes of gradients, each with a number for whether there is one."""
+    return sum(one.nbytes + one.element_size() for one in weights)
 
-    `users`: by name, the stages that use a parameter or buffer of `pipelined`. `costs`: seconds by
-    stage; empty if not measured.
+
+def stage_table(split: Split, root: nn.Module, costs: Sequence[float]) -> str:
+    """Return a table of the stages, and of what else `root` has parameters for.
+
+    A parameter of several stages counts on the first. `costs`: seconds by stage; empty if not
+    measured.
     """
-    sizes = {name: p.numel() for name, p in pipelined.named_parameters()}
-    owners = {name: min(users[name]) for name in sizes if users.get(name)}
-    names = LayerNames(pipelined)
-    rows = []
-    for stage in stages:
-        layers = tuple(names.of(segment) for segment in stage.segments)
-        own = sum(size for name, size in sizes.items() if owners.get(name) == stage.index)
-        cost_s = costs[stage.index] if costs else None
-        again = tuple(name for part in stage.repeated for name in names.of_repeated(part))
-        rows.append(StageRow(stage.index, layers, own, cost_s, again))
-    rest = sum(p.numel() for p in root.parameters()) - sum(row.num_parameters for row in rows)
-    return (*rows, StageRow(None, (), rest, None)) if rest else tuple(rows)
-
-
-def format_stages(rows: Sequence[StageRow]) -> str:
-    """Return `rows` as a table."""
-    table = [_HEADINGS, *map(_table_cells, rows)]
-    if all(row.cost_s is None for row in rows):
-        table = [line[:-1] for line in table]
-    num_stages = sum(row.index is not None for row in rows)
-    num_layers = sum(len(row.layers) for row in rows)
+    sizes = {name: p.numel() for name, p in split.module.named_parameters()}
+    names, rest = LayerNames(split.module), sum(p.numel() for p in root.parameters())
+    rows = [("stage", "layers", "parameters", "cost [ms]")]
+    for number, stage in enumerate(split.stages):
+        again = [name for part in stage.repeated for name in names.of_repeated(part)]
+        layers = shorten([names.of(segment) for segment in stage.segments])
+        own = sum(n for name, n in sizes.items() if min(split.users.get(name, {-1})) == number)
+        cells = ", ".join([*(f"{name} (repeated)" for name in again), layers])
+        cost = f"{costs[number] * 1e3:,.1f}" if costs else ""
+        rows.append((str(number), cells, f"{own:,}", cost))
+        rest -= own
+    if rest:
+        rows.append(("all", "outside the pipelined module", f"{rest:,}", ""))
+    num_layers, num_stages = len(split.layers.segments), len(split.stages)
     title = f"Pipeline: {num_layers} layers in {num_stages} stage{'s' if num_stages > 1 else ''}"
-    return _draw_table(title, table)
+    return "\n".join([title, *align(rows if costs else [row[:-1] for row in rows], left=1)])
+
+
+def shorten(names: Sequence[str]) -> str:
+    """Return the first and the last of `names`, and their number."""
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]} ({len(names)})"
+
+
+def align(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """Return the lines of a table whose column `left` is aligned left, and all others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust if number == left else str.rjust for number in range(len(widths))]
+    return [
+        "  ".join(pad(text, width) for pad, text, width in zip(sides, row, widths, strict=True))
+        for row in rows
+    ]
 
 
 def compare_weights(sent: Mapping[Weights, int]) -> str:
@@ -86,28 +145,3 @@ def compare_times(costs: Sequence[float], num_chunks: int, num_shards: int) -> s
         f"Computing a step takes about {max(costs) * share:.3f} s in {num_chunks} chunks, and "
         f"{sum(costs):.3f} s on one device with one chunk."
     )
-
-
-def _table_cells(row: StageRow) -> tuple[str, ...]:
-    if row.index is None:
-        return "all", "outside the pipelined module", f"{row.num_parameters:,}", ""
-    first, last = row.layers[0], row.layers[-1]
-    layers = first if len(row.layers) == 1 else f"{first} .. {last} ({len(row.layers)})"
-    return (
-        str(row.index),
-        ", ".join([*(f"{name} (repeated)" for name in row.repeated), layers]),
-        f"{row.num_parameters:,}",
-        "" if row.cost_s is None else f"{row.cost_s * 1e3:,.1f}",
-    )
-
-
-def _draw_table(title: str, table: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    lines = [
-        "  ".join(
-            text.ljust(width) if column == _LEFT else text.rjust(width)
-            for column, (text, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in table
-    ]
-    return "\n".join([title, *lines])

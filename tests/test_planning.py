@@ -90,7 +90,7 @@ def test_bytes_of_what_lies_around_the_pipelined_module_count(
     plan = trainer.strategy.plan(module, data, num_stages=num_stages)
     trainer.fit(module, FullGraphDataModule(data))
     counts = torch.load(tmp_path / "bytes.pt")[-1]
-    assert sum(counts.values()) - counts.get("control", 0) == plan.step_bytes
+    assert sum(counts.values()) - counts.get("control", 0) == plan.layout.step_bytes
     copies = num_shards * (num_stages - 1) + 2 * (num_shards - 1)  # from the stage that reads it
     if repeat:
         copies = 2 * (num_stages * num_shards - 1)
@@ -121,17 +121,17 @@ def test_counts_are_those_of_a_run(
     plan = trainer.strategy.plan(module, data, num_stages=num_stages)
     trainer.fit(module, FullGraphDataModule(data))
     counts = torch.load(tmp_path / "bytes.pt")[-1]
-    assert sum(counts.values()) - counts.get("control", 0) == plan.step_bytes
-    assert plan.layout == (num_stages, num_shards, 4)
+    assert sum(counts.values()) - counts.get("control", 0) == plan.layout.step_bytes
+    assert plan.layout.sizes == (num_stages, num_shards, 4)
     assert plan.layer_names == tuple(f"convs.{i}" for i in range(6))
     assert sum(plan.chunk_rows) == NUM_NODES and len(plan.chunk_rows) == 4
     lost = round(240 * plan.edge_cut_frac) if edges == "drop" else 0
     assert sum(plan.chunk_edges) == 240 - lost
     assert (sum(plan.halo_rows) == 0) == (edges == "drop")
     assert plan.num_edges == 240
-    assert sum(stage.num_layers for stage in plan.stages) == 6
+    assert sum(stage.num_layers for stage in plan.layout.stages) == 6
     again = 0 if repeat is False else num_stages - 1  # stages compute X_0 as well
-    assert sum(stage.num_parameters for stage in plan.stages) == (
+    assert sum(stage.num_parameters for stage in plan.layout.stages) == (
         sum(p.numel() for p in module.parameters()) + again * (NUM_FEATURES * WIDTH + WIDTH)
     )
 
@@ -141,20 +141,21 @@ def test_times_add_up() -> None:
     before = {name: p.clone() for name, p in module.state_dict().items()}
     free = {"link_gbit_per_s": 1e9, "message_us": 1e-3, "repeat_encoder": False}
     plan = plan_of(module, num_stages=3, **free)
-    compute_s = sum(stage.compute_s for stage in plan.stages)
+    compute_s = sum(stage.compute_s for stage in plan.layout.stages)
     assert compute_s == pytest.approx(sum(cost.compute_s for cost in plan.layer_costs))
-    slowest_s = max(stage.compute_s for stage in plan.stages)
+    slowest_s = max(stage.compute_s for stage in plan.layout.stages)
     ways = ("forward_s", "backward_s")  # another stage may be the slowest in one of them
-    assert slowest_s * (4 + 3 - 1) / 4 <= 1.001 * (plan.step_s - plan.loss_s)
-    num_layers = max(stage.num_layers for stage in plan.stages)
+    assert slowest_s * (4 + 3 - 1) / 4 <= 1.001 * (plan.layout.step_s - plan.loss_s)
+    num_layers = max(stage.num_layers for stage in plan.layout.stages)
     most_s = sum(max(getattr(c, way) for c in plan.layer_costs) for way in ways) * num_layers
-    assert plan.step_s < most_s * 6 / 4 + 2 * plan.loss_s
-    assert 0 < plan.loss_s < plan.step_s
+    assert plan.layout.step_s < most_s * 6 / 4 + 2 * plan.loss_s
+    assert 0 < plan.loss_s < plan.layout.step_s
     late = plan_of(module, num_stages=3, message_us=1e6)
-    assert late.step_s > 2 * 2 + 2 * 1  # two cuts forward and back, two rounds for the outputs
+    # two cuts forward and back, two rounds for the outputs
+    assert late.layout.step_s > 2 * 2 + 2 * 1
     slow = plan_of(module, num_stages=3, link_gbit_per_s=1e-4)
-    assert slow.step_s > slow.step_bytes / 3 / (1e-4 * 1e9 / 8) / 2
-    assert slow.best.layout == (1, 1, 1) or slow.plain_s == min(slow.plain_s, slow.best.step_s)
+    assert slow.layout.step_s > slow.layout.step_bytes / 3 / (1e-4 * 1e9 / 8) / 2
+    assert slow.best.sizes == (1, 1, 1) or slow.plain_s == min(slow.plain_s, slow.best.step_s)
     assert any(line.startswith("Fastest: ") for line in slow.advice)
     assert any(line.startswith("A chunk takes only ") for line in slow.advice)  # of a small graph
     whole = plan_of(module, num_chunks=1, num_stages=3)
@@ -177,7 +178,7 @@ def test_one_device_with_one_chunk_and_a_plain_trainer_are_shown_first() -> None
     data, net = make_data(), GCNII(NUM_FEATURES, WIDTH, NUM_CLASSES, num_layers=6, dropout=0.0)
     plan = plan_of(make_module(net), data, num_stages=2)
     one = plan.layouts[0]
-    assert one.layout == (1, 1, 1)
+    assert one.sizes == (1, 1, 1)
     assert one.step_bytes == 0 and one.bubble_frac == pytest.approx(0, abs=1e-9)
     assert plan.plain_s is not None and plan.plain_bytes is not None
     assert plan.plain_s > plan.loss_s
@@ -201,7 +202,7 @@ def test_a_plain_step_of_a_large_graph_is_not_timed(monkeypatch: pytest.MonkeyPa
 
 def test_stages_take_longer_that_compute_the_encoder_again() -> None:
     plan = plan_of(balance="uniform", num_stages=3)
-    assert sum(stage.compute_s for stage in plan.stages) > sum(
+    assert sum(stage.compute_s for stage in plan.layout.stages) > sum(
         one.forward_s + one.backward_s for one in plan.layer_costs
     )
 
@@ -226,29 +227,29 @@ def test_memory_follows_how_histories_are_kept(options: dict[str, Any], tables: 
 
 def test_no_histories_are_counted_where_edges_between_chunks_are_dropped() -> None:
     keep, drop = (
-        plan_of(balance="uniform", cross_chunk_edges=edges, num_stages=1).stages[0].memory_bytes
+        plan_of(balance="uniform", cross_chunk_edges=edges, num_stages=1).layout.stages[0]
         for edges in ("keep", "drop")
     )
-    assert drop <= keep - HISTORIES  # and fewer activations
+    assert drop.memory_bytes <= keep.memory_bytes - HISTORIES  # and fewer activations
 
 
 def test_all_layouts_of_the_devices_are_compared() -> None:
     plan = plan_of(num_devices=8, link_gbit_per_s=1e9)
     # eight stages need more than six layers
-    assert [one.layout for one in plan.layouts] == [(1, 1, 1), (1, 8, 1), (2, 4, 4), (4, 2, 4)]
-    assert plan.layout == plan.best.layout
-    assert plan.step_s == plan.best.step_s == min(one.step_s for one in plan.layouts)
-    assert sum(stage.num_layers for stage in plan.stages) == 6
+    assert [one.sizes for one in plan.layouts] == [(1, 1, 1), (1, 8, 1), (2, 4, 4), (4, 2, 4)]
+    assert plan.layout is plan.best
+    assert plan.layout.step_s == plan.best.step_s == min(one.step_s for one in plan.layouts)
+    assert sum(stage.num_layers for stage in plan.layout.stages) == 6
     asked = plan_of(graph_parallel=2, num_stages=2)
-    assert asked.layout == (2, 2, 4) and len(asked.layouts) == 4
+    assert asked.layout.sizes == (2, 2, 4) and len(asked.layouts) == 4
     many = plan_of(graph_parallel=2, num_stages=1)
-    assert [one.layout for one in many.layouts] == [(1, 1, 1), (1, 2, 1), (2, 1, 4), (1, 2, 4)]
+    assert [one.sizes for one in many.layouts] == [(1, 1, 1), (1, 2, 1), (2, 1, 4), (1, 2, 4)]
 
 
 def test_layers_that_must_stay_together_are_not_cut_apart() -> None:
     module = Module(SharedNorm())
     plan = plan_of(module, graph(), num_devices=2, link_gbit_per_s=1e-4)
-    assert [one.layout for one in plan.layouts] == [(1, 1, 1), (1, 2, 1)]
+    assert [one.sizes for one in plan.layouts] == [(1, 1, 1), (1, 2, 1)]
 
 
 def test_more_devices_than_layers_and_nodes_are_refused() -> None:
@@ -266,7 +267,7 @@ def test_a_limit_of_memory_counts() -> None:
     gib = (least.memory_bytes + most.memory_bytes) / 2 / 2**30
     tight = plan(num_devices=4, memory_gib=gib)
     assert [one.fits for one in tight.layouts] == [one.memory_bytes <= gib * 2**30 for one in free]
-    assert tight.best.fits and tight.layout != most.layout
+    assert tight.best.fits and tight.layout.sizes != most.sizes
     assert "(too much)" in str(tight)
     none = plan(num_devices=4, memory_gib=1e-6)
     assert none.best.memory_bytes == least.memory_bytes
@@ -315,7 +316,7 @@ def test_a_loss_that_cannot_be_timed_is_left_out(kind: Any, caplog: Logs) -> Non
         "The plan leaves out the time of the loss, which failed on outputs of zeros ("
         in caplog.text
     )
-    assert plan.step_s > 0
+    assert plan.layout.step_s > 0
 
 
 def test_planning_leaves_the_batch_and_the_layers_caches_alone() -> None:
@@ -372,16 +373,17 @@ def test_edge_features_that_cross_a_cut_are_counted_by_edge() -> None:
     own, tied = (  # with each gradient goes a number: whether it is there
         sum(p.numel() + 1 for p in one.parameters()) for one in (module.convs, module.encoder)
     )
-    assert plan.step_bytes == (rows * NUM_FEATURES + own + 2 * tied) * 4  # both run the encoder
+    both = rows * NUM_FEATURES + own + 2 * tied  # both run the encoder
+    assert plan.layout.step_bytes == both * 4
     plan = plan_of(module, data, repeat_encoder=False, num_stages=2)
-    assert plan.step_bytes == ((rows + 2 * 240) * NUM_FEATURES + own + tied) * 4
+    assert plan.layout.step_bytes == ((rows + 2 * 240) * NUM_FEATURES + own + tied) * 4
     assert not module.training and not module.convs[0].training
 
 
 def test_options_of_the_strategy_count() -> None:
     kept, again = plan_of(balance=[1, 5]), plan_of(balance=[1, 5], recompute=True)
-    assert [stage.num_layers for stage in kept.stages] == [1, 5]
-    assert again.stages[1].memory_bytes < kept.stages[1].memory_bytes
+    assert [stage.num_layers for stage in kept.layout.stages] == [1, 5]
+    assert again.layout.stages[1].memory_bytes < kept.layout.stages[1].memory_bytes
 
 
 @pytest.mark.parametrize(
@@ -404,7 +406,7 @@ def test_bad_input_is_refused(change: Any, options: Any, text: str) -> None:
 @pytest.mark.parametrize("kind", [FullGraphDataModule, lambda data: DataLoader([data])])
 def test_data_modules_and_loaders_serve_as_well(kind: Any) -> None:
     plan = plan_of(None, kind(make_data()), num_chunks="auto")
-    assert len(plan.chunk_rows) == 8 and len(plan.stages) == 2
+    assert len(plan.chunk_rows) == 8 and len(plan.layout.stages) == 2
 
 
 def test_a_training_step_that_needs_a_trainer_is_refused() -> None:

@@ -16,7 +16,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.model_summary import summarize
 
 from lightning_gnnpipe.models import GCNII, NodeClassifier
-from lightning_gnnpipe.report import StageRow, format_stages
 from tests.helpers.observed import NUM_CLASSES, NUM_FEATURES, fit, make_module
 
 
@@ -111,21 +110,3 @@ def test_what_a_stage_computes_again_is_shown(capfd: pytest.CaptureFixture[str])
 def test_the_stages_are_not_shown_without_the_summary(capfd: pytest.CaptureFixture[str]) -> None:
     fit(2)
     assert "Pipeline:" not in capfd.readouterr().out
-
-
-ROWS = (
-    StageRow(0, ("a", "b"), 1200, 0.0123),
-    StageRow(1, ("c",), 300, 0.5, ("lin",)),
-    StageRow(None, (), 7, None),
-)
-
-
-def test_costs_are_shown_where_they_were_measured() -> None:
-    assert format_stages(ROWS).splitlines() == [
-        "Pipeline: 3 layers in 2 stages",
-        "stage  layers                        parameters  cost [ms]",
-        "    0  a .. b (2)                         1,200       12.3",
-        "    1  lin (repeated), c                    300      500.0",
-        "  all  outside the pipelined module           7           ",
-    ]
-    assert "cost" not in format_stages(ROWS[2:])

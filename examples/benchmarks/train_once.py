@@ -167,9 +167,9 @@ def forecast(
         message_us=options.message_us,
     )
     return {
-        "step_s": [plan.step_s],
+        "step_s": [plan.layout.step_s],
         "one_device_s": plan.layouts[0].step_s,
-        "bubble_frac": plan.bubble_frac,
+        "bubble_frac": plan.layout.bubble_frac,
         "forward_s": [cost.forward_s for cost in plan.layer_costs[1:-1]],
         "backward_s": [cost.backward_s for cost in plan.layer_costs[1:-1]],
         "layouts": [

@@ -1,4 +1,4 @@
-"""Forecast training before it begins: cuts, times, bytes, memory.
+"""Forecast layouts of stages, shards and chunks from layers that are measured once.
 
 model -> layers, measured  |
     graph -> chunks            |> stages x shards x chunks, by closed forms -> a PipelinePlan
@@ -8,7 +8,8 @@ link speed, memory         |
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import HANConv
 
-from lightning_gnnpipe.calls import Call, Inputs
+from lightning_gnnpipe.calls import Call, Inputs, Kind
 from lightning_gnnpipe.chunks import (
+    LayerCost,
     LayerNames,
     PlannedInputs,
     StepCosts,
@@ -25,124 +27,333 @@ from lightning_gnnpipe.chunks import (
     measure_layers,
     synchronize,
 )
+from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.graph import (
     ChunkPlan,
+    SplitSizes,
     check_graph,
     edge_cut_frac,
     edges_within,
+    measure_split,
     partition_nodes,
     plan_from_assignment,
+    split_chunks,
 )
 from lightning_gnnpipe.layers import check_support, find_convs, find_layers, without_memory
 from lightning_gnnpipe.methods import flatten, raising_own_errors
 from lightning_gnnpipe.options import StrategyOptions
-from lightning_gnnpipe.planning.closed_forms import factorize
-from lightning_gnnpipe.planning.layouts import (
-    TRAINED,
-    ForecastOptions,
-    LayoutForecaster,
-    Measured,
-    bytes_of,
+from lightning_gnnpipe.planning.closed_forms import (
+    LayoutWork,
+    Link,
+    factorize,
+    num_rounds,
+    time_layout,
 )
-from lightning_gnnpipe.planning.pipeline_plan import PipelinePlan, choose_layout
+from lightning_gnnpipe.planning.pipeline_plan import (
+    LayoutForecast,
+    PipelinePlan,
+    StageForecast,
+    choose_layout,
+)
+from lightning_gnnpipe.report import Split
 from lightning_gnnpipe.selfcheck import check_layers
 from lightning_gnnpipe.stages import (
     Layers,
     check_counts,
     check_num_stages,
+    choose_repeated,
     cut_module,
     find_users,
     is_listed,
+    solve_balance,
+    split_layers,
     undisturbed,
 )
 from lightning_gnnpipe.steps import stages_of_norms
 
 _LARGE_WORK = 2**20  # nodes and edges of a chunk that is as fast, for each of them, as any larger
 _NUM_RUNS = 3
+_MANY_ROWS = 2**10  # enough to neglect the fixed bytes of a message
+_TRAINED = 4  # a weight, its gradient, two optimizer states
 
 
-def cut_checked(
-    module: nn.Module, call: Call, inputs: Inputs, strategy: StrategyOptions, *, is_cut: bool
-) -> Layers:
-    """Cut `module` into layers, and check them as training does."""
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is forecast: a `call` of `module`, a part of the LightningModule `root`.
+
+    Attributes:
+        options: Of the strategy; its layout and number of chunks are ignored.
+        link: Of each rank.
+        memory_gib: Memory of a rank; None for no limit.
+        time_loss: Returns the seconds of loss, metrics and their backward, for an output.
+    """
+
+    module: nn.Module
+    root: nn.Module
+    call: Call
+    inputs: Inputs
+    options: StrategyOptions
+    num_chunks: int
+    link: Link
+    memory_gib: float | None
+    time_loss: Callable[[Any], float]
+
+
+class Forecaster:
+    """Cuts and times the target once, and forecasts any layout; `asked`: stages and shards."""
+
+    def __init__(self, target: Target, asked: tuple[int, int] | None) -> None:
+        self._target, self._options, self._module = target, target.options, target.module
+        inputs, num_chunks, self._asked = target.inputs, target.num_chunks, asked
+        num_stages, num_shards = asked or (1, 1)
+        self._edge_index = edge_index = inputs.edge_index.cpu()
+        check_support(target.module, num_chunks, num_shards)
+        check_graph(edge_index, inputs.num_nodes)
+        self._layers = _cut_checked(target, is_cut=num_chunks * num_shards > 1)
+        if asked is not None:
+            num_layers, balance = len(self._layers.segments), self._options.balance
+            check_num_stages(num_layers, num_stages)
+            if not isinstance(balance, str):
+                check_counts(balance, num_layers, num_stages)
+        self._assignment = assignment = partition_nodes(
+            edge_index, inputs.num_nodes, num_chunks=num_chunks, method=self._options.partition
+        )
+        kept = None
+        if self._options.cross_chunk_edges == "drop":
+            kept = edges_within(edge_index, assignment)
+        self._kept_edges = edge_index if kept is None else edge_index[:, kept]
+        self._chunks, self._costs = self._measure(assignment, kept)
+        self._whole_costs = self._costs  # of a step in one chunk
+        num_large = -(-(inputs.num_nodes + edge_index.size(1)) // _LARGE_WORK)
+        if num_large < num_chunks:
+            self._whole_costs = self._measure(assignment * num_large // num_chunks, None)[1]
+        self._loss_s = target.time_loss(_blank_output(target, self._layers))
+        self._plain = _time_plain(target) if num_large == 1 else None
+        # Of the batch, and of the outputs of all nodes with their gradient.
+        self._given_bytes = _bytes_of(target.call.leaves) + 2 * self._split(1, 1).output_bytes
+
+    def _measure(self, assignment: Tensor, kept: Tensor | None) -> tuple[ChunkPlan, StepCosts]:
+        inputs, module = self._target.inputs, self._module
+        plan = plan_from_assignment(self._edge_index, inputs.num_nodes, assignment, kept=kept)
+        plan = plan.with_edge_sets(inputs.edge_sizes).to(inputs.edge_index.device)
+        planned = PlannedInputs(plan)
+        planned.load(self._target.call, inputs)
+        histories = self._options.histories.seen_from(plan.perm.device)
+        return plan, measure_layers(module, self._layers, plan, planned, histories)
+
+    def plan(self, num_devices: int) -> PipelinePlan:
+        """Return forecasts of all layouts of the devices, and the one asked for, or the best."""
+        sizes = self._layouts(num_devices)
+        layouts = tuple(self.forecast(*one) for one in sizes)
+        chosen = choose_layout(layouts)
+        if self._asked is not None:
+            chosen = layouts[sizes.index((*self._asked, self._target.num_chunks))]
+        chunks, plain = self._chunks, self._plain
+        given_bytes = self._given_bytes + _TRAINED * _bytes_of(self._module.parameters())
+        return PipelinePlan(
+            layout=chosen,
+            layouts=layouts,
+            num_nodes=chunks.num_nodes,
+            num_edges=self._edge_index.size(1),
+            layer_names=tuple(map(LayerNames(self._module).of, self._layers.segments)),
+            layer_costs=self._costs.layers,
+            chunk_rows=tuple(chunk.num_nodes for chunk in chunks.chunks),
+            chunk_edges=tuple(chunk.num_edges for chunk in chunks.chunks),
+            halo_rows=tuple(chunk.num_halo for chunk in chunks.chunks),
+            edge_cut_frac=edge_cut_frac(self._edge_index, self._assignment),
+            loss_s=self._loss_s,
+            link=self._target.link,
+            plain_s=None if plain is None else plain[0] + self._loss_s,
+            plain_bytes=None if plain is None else plain[1] + given_bytes,
+        )
+
+    def _layouts(self, num_devices: int) -> list[tuple[int, int, int]]:
+        """Return the (stages, shards, chunks) to compare: one device first, and those asked for."""
+        num_layers, num_chunks = len(self._layers.segments), self._target.num_chunks
+        is_whole = any(isinstance(m, HANConv) for m in self._module.modules())
+        most_shards = 1 if is_whole else self._chunks.num_nodes
+        pairs = factorize(num_devices, most_stages=num_layers)
+        possible = [pair for pair in pairs if pair[1] <= most_shards]
+        possible = [pair for pair in possible if self._has_own_norms(*pair)] or possible
+        found = [(1, 1, 1), *((s, g, 1 if s == 1 else num_chunks) for s, g in possible)]
+        if self._asked is not None:
+            found.append((*self._asked, num_chunks))
+        elif not possible:
+            raise ConfigError(
+                expected=f"a layout of {num_devices} devices with at least one layer on "
+                "each stage and one node on each shard",
+                found=f"{num_layers} layers that can be separated and {most_shards} nodes",
+                remedy="Use fewer devices, or a deeper model.",
+            )
+        return list(dict.fromkeys(found))
+
+    def _has_own_norms(self, num_stages: int, num_shards: int) -> bool:
+        """Whether each norm with running statistics is called by one stage only."""
+        users = self._split(num_stages, num_shards).users
+        return not stages_of_norms(find_layers(self._module).norms, users)
+
+    def forecast(self, num_stages: int, num_shards: int, num_chunks: int) -> LayoutForecast:
+        """Add up the time, the bytes and the memory of a step in a layout."""
+        target, split = self._target, self._split(num_stages, num_shards)
+        sizes = self._sizes(num_shards, num_chunks)
+        measured = self._whole_costs if num_chunks == 1 else self._costs
+        costs = [measured.of(stage) for stage in split.stages]
+        step_s, bubble_frac = time_layout(self._work(split, sizes, costs, num_chunks))
+        more = 2 * int(sizes.received.sum()) * sum(map(self._halo_row_bytes, self._costs.layers))
+        more += self._input_bytes(split)
+        sent = split.step_bytes(target.root, get_codecs(self._options.cut_codec))
+        sent = {weights: num_bytes + more for weights, num_bytes in sent.items()}
+        stages = tuple(self._stages(split, sizes, costs, num_chunks))
+        memory = max(stage.memory_bytes for stage in stages) + self._given_bytes
+        return LayoutForecast(
+            stages=stages,
+            num_shards=num_shards,
+            num_chunks=num_chunks,
+            step_s=step_s,
+            bubble_frac=bubble_frac,
+            step_bytes=sent[self._options.weights],
+            bytes_by_weights=sent,
+            memory_bytes=memory,
+            fits=target.memory_gib is None or memory <= target.memory_gib * 2**30,
+        )
+
+    def _split(self, num_stages: int, num_shards: int) -> Split:
+        """Return the stages, with layers assigned as in training."""
+        layers, balance = self._layers, self._options.balance
+        num_layers = len(layers.segments)
+        repeat = self._options.repeat_encoder
+        repeated = choose_repeated(layers, repeat, self._num_rows, num_shards)
+        if not isinstance(balance, str) and len(balance) == num_stages:
+            counts = check_counts(balance, num_layers, num_stages)
+        elif balance == "uniform":
+            counts = solve_balance([1.0] * num_layers, num_stages)
+        else:
+            counts = self._costs.assign_layers(layers, num_stages, repeated)
+        stages = split_layers(layers, counts, repeated)
+        users = find_users(stages, self._module)
+        return Split(self._module, layers, stages, users, num_shards, self._num_rows)
+
+    def _num_rows(self, kind: Kind, edge_set: int) -> int:
+        """Return the number of nodes, or of edges in one edge set that training reads."""
+        chunks = self._chunks
+        return chunks.num_nodes if kind is Kind.NODE else chunks.edge_set(edge_set).num_edges
+
+    def _sizes(self, num_shards: int, num_chunks: int) -> SplitSizes:
+        """Return the sizes of the pieces of the graph, split as in training."""
+        is_one = num_chunks == 1
+        assignment = torch.zeros_like(self._assignment) if is_one else self._assignment
+        shards = torch.zeros_like(assignment)
+        if num_shards > 1:
+            shards = split_chunks(self._edge_index, assignment, num_shards)
+        edges = self._edge_index if is_one else self._kept_edges
+        return measure_split(edges, assignment, shards, num_shards)
+
+    def _stages(
+        self,
+        split: Split,
+        sizes: SplitSizes,
+        costs: Sequence[Sequence[LayerCost]],
+        num_chunks: int,
+    ) -> Iterable[StageForecast]:
+        """Forecast time and memory of each stage."""
+        num_nodes, is_staged = self._chunks.num_nodes, self._options.weights == "staged"
+        node_frac = float(sizes.nodes.sum(0).max()) / num_nodes
+        rows = (sizes.nodes.sum(0) + sizes.received.sum(0)).max()
+        is_disjoint = split.num_shards == 1 and self._chunks.is_disjoint
+        has_none = is_disjoint and not find_layers(self._module).sees_all_nodes
+        row_frac = 0.0 if has_none or num_chunks == 1 else float(rows) / num_nodes
+        for stage, own in zip(split.stages, costs, strict=True):
+            weights = split.weights_of(stage)
+            held = weights if is_staged else self._module.parameters()
+            activations = sum(cost.saved_bytes for cost in own)
+            if self._options.recompute:
+                values = [self._layers.values[name] for name in stage.received]
+                activations = sum(
+                    one.row_bytes * self._num_rows(one.kind, one.edge_set) for one in values
+                )
+            yield StageForecast(
+                first_layer=stage.segments[0].index,
+                num_layers=len(stage.segments),
+                num_parameters=sum(p.numel() for p in weights),
+                compute_s=sum(cost.compute_s for cost in own),
+                memory_bytes=_TRAINED * _bytes_of(held)
+                + round(row_frac * sum(cost.history_bytes for cost in own))
+                + round(node_frac * activations),
+            )
+
+    def _work(
+        self,
+        split: Split,
+        sizes: SplitSizes,
+        costs: Sequence[Sequence[LayerCost]],
+        num_chunks: int,
+    ) -> LayoutWork:
+        num_shards, num_others = split.num_shards, len(split.stages) - 1
+        work = sizes.nodes + sizes.edges
+        slowest, busiest = _largest_frac(work), max(map(_largest_frac, (sizes.nodes, sizes.edges)))
+        rows = int(torch.maximum(sizes.sent, sizes.received).amax(1).sum())
+        peers = int(sizes.peers.amax(1).sum())
+        forward_s = [slowest * sum(c.forward_s for c in one) for one in costs]
+        backward_s = [slowest * sum(c.backward_s for c in one) for one in costs]
+        if self._options.recompute:
+            backward_s = [a + b for a, b in zip(forward_s, backward_s, strict=True)]
+        codecs = get_codecs(self._options.cut_codec)
+        cuts = [split.cut_bytes(stage, codecs) for stage in split.stages[:-1]]
+        ring = 2 * (num_shards - 1) / num_shards  # all-reduce over the shards
+        copies = 0 if self._options.weights == "staged" else num_others
+        return LayoutWork(
+            num_chunks=num_chunks,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            halo_bytes=[rows * sum(map(self._halo_row_bytes, one)) for one in costs],
+            num_messages=[peers * sum(cost.num_pushes for cost in one) for one in costs],
+            cut_bytes=[busiest * ahead for ahead, _ in cuts],
+            cut_grad_bytes=[busiest * back for _, back in cuts],
+            link=self._target.link,
+            weight_bytes=(ring + copies) * max(map(_bytes_of, map(split.weights_of, split.stages))),
+            output_bytes=split.output_bytes,
+            num_rounds=num_rounds(len(split.stages) * num_shards),
+            loss_s=self._loss_s,
+            waits_for_halo=not self._options.async_halo,
+        )
+
+    def _halo_row_bytes(self, cost: LayerCost) -> int:
+        """Return the encoded bytes of a layer's row, mean of both directions; approximate."""
+        codecs, shape = (
+            get_codecs(self._options.halo_codec),
+            (_MANY_ROWS, cost.pushed_row_bytes // 4),
+        )
+        num_bytes = sum(codec.payload_bytes(shape, torch.float32) for codec in codecs)
+        return num_bytes // (len(codecs) * _MANY_ROWS)
+
+    def _input_bytes(self, split: Split) -> int:
+        """Return the bytes of gradients of arguments: copies of one stage's, or a sum over all."""
+        num_stages, num_shards, total = len(split.stages), split.num_shards, 0
+        call = self._target.call
+        for slot, leaf in enumerate(call.leaves):
+            num_readers = sum(f"leaf_{slot}" in stage.leaves for stage in split.stages)
+            if leaf.requires_grad and slot not in call.weights and num_readers:
+                copies = (num_stages - 1) * num_shards + 2 * (num_shards - 1)
+                sums = 2 * (num_stages * num_shards - 1)
+                total += leaf.nbytes * (sums if num_readers > 1 else copies)
+        return total
+
+
+def _cut_checked(target: Target, *, is_cut: bool) -> Layers:
+    """Cut the module into layers, and check them as training does."""
+    module, call, inputs, options = target.module, target.call, target.inputs, target.options
     with without_memory(find_convs(module)), raising_own_errors(module, call, inputs):
-        repeats = bool(strategy.repeat_encoder)
-        served = find_layers(module).all
+        repeats, served = bool(options.repeat_encoder), find_layers(module).all
         layers = cut_module(module, call, inputs, served, finds_repeatable=repeats, is_cut=is_cut)
-        if strategy.self_check and (is_cut or is_listed(module)):
+        if options.self_check and (is_cut or is_listed(module)):
             check_layers(module, layers, call, inputs, on_chunks=is_cut)
     return layers
 
 
-def forecast(
-    module: nn.Module,
-    root: nn.Module,
-    call: Call,
-    inputs: Inputs,
-    options: ForecastOptions,
-    time_loss: Callable[[Any], float],
-) -> PipelinePlan:
-    """Cut `module` and the graph of `call`, time each layer on a few chunks, add up a step.
-
-    `root` is the LightningModule. `time_loss` takes an output of `module`, and returns the seconds
-    of loss, metrics and backward.
-    """
-    strategy, num_shards = options.strategy, 1 if options.layout is None else options.layout[1]
-    is_cut = options.num_chunks * num_shards > 1
-    check_support(module, options.num_chunks, num_shards)
-    check_graph(inputs.edge_index.cpu(), inputs.num_nodes)
-    layers = cut_checked(module, call, inputs, strategy, is_cut=is_cut)
-    if options.layout is not None:
-        num_layers, num_stages = len(layers.segments), options.layout[0]
-        if isinstance(strategy.balance, str):
-            check_num_stages(num_layers, num_stages)
-        else:
-            check_counts(strategy.balance, num_layers, num_stages)
-    edge_index = inputs.edge_index.cpu()
-    assignment = partition_nodes(
-        edge_index, inputs.num_nodes, num_chunks=options.num_chunks, method=strategy.partition
-    )
-    kept = None
-    if strategy.cross_chunk_edges == "drop":
-        kept = edges_within(edge_index, assignment)
-
-    def measure(assignment: Tensor, kept: Tensor | None) -> tuple[ChunkPlan, StepCosts]:
-        plan = plan_from_assignment(edge_index, inputs.num_nodes, assignment, kept=kept)
-        plan = plan.with_edge_sets(inputs.edge_sizes).to(inputs.edge_index.device)
-        planned = PlannedInputs(plan)
-        planned.load(call, inputs)
-        histories = strategy.histories.seen_from(plan.perm.device)
-        return plan, measure_layers(module, layers, plan, planned, histories)
-
-    plan, costs = measure(assignment, kept)
-    large_costs, num_large = costs, -(-(inputs.num_nodes + edge_index.size(1)) // _LARGE_WORK)
-    if num_large < options.num_chunks:
-        _, large_costs = measure(assignment * num_large // options.num_chunks, None)
-    measured = Measured(
-        module=module,
-        root=root,
-        layers=layers,
-        costs=costs,
-        large_costs=large_costs,
-        chunks=plan,
-        assignment=assignment,
-        edge_index=edge_index,
-        kept_edges=edge_index if kept is None else edge_index[:, kept],
-        batch_bytes=sum(leaf.nbytes for leaf in call.leaves),
-        leaf_bytes={
-            f"leaf_{slot}": leaf.nbytes
-            for slot, leaf in enumerate(call.leaves)
-            if leaf.requires_grad and slot not in call.weights
-        },
-        loss_s=time_loss(_blank_output(module, layers, call, inputs)),
-        options=options,
-    )
-    return _compare(measured, _time_plain(module, call) if num_large == 1 else None)
-
-
-def _time_plain(module: nn.Module, call: Call) -> tuple[float, int]:
+def _time_plain(target: Target) -> tuple[float, int]:
     """Return the seconds of forward and backward as PyG runs them, and bytes of activations."""
+    module, call = target.module, target.call
     given = (*call.leaves, *module.parameters(), *module.buffers())
     times, saved_bytes = [], 0
     with without_memory(find_convs(module)), undisturbed(module), torch.enable_grad():
@@ -162,8 +373,9 @@ def _time_plain(module: nn.Module, call: Call) -> tuple[float, int]:
     return median(times[1:]), saved_bytes
 
 
-def _blank_output(module: nn.Module, layers: Layers, call: Call, inputs: Inputs) -> Any:
+def _blank_output(target: Target, layers: Layers) -> Any:
     """Return zeros in the structure and shapes of the module's output."""
+    inputs = target.inputs
     tensors = [
         torch.zeros(
             (inputs.num_rows(value.kind, value.edge_set), *value.row_shape),
@@ -173,67 +385,14 @@ def _blank_output(module: nn.Module, layers: Layers, call: Call, inputs: Inputs)
         )
         for value in (layers.values[name] for name in layers.outputs)
     ]
-    with undisturbed(module):
-        return layers.rebuild_output(tensors, call.leaves)
+    with undisturbed(target.module):
+        return layers.rebuild_output(tensors, target.call.leaves)
 
 
-def _compare(measured: Measured, plain: tuple[float, int] | None) -> PipelinePlan:
-    """Return the plan of the requested or else the best layout, with forecasts of all layouts."""
-    chunks, layers = measured.chunks, measured.layers
-    made = {layout: LayoutForecaster(measured, *layout) for layout in _layouts(measured)}
-    forecasts = {layout: one.forecast() for layout, one in made.items()}
-    best = choose_layout(tuple(forecasts.values()))
-    asked, num_chunks = measured.options.layout, measured.options.num_chunks
-    layout = best.layout if asked is None else (*asked, num_chunks)
-    own = forecasts[layout]
-    kept_bytes = measured.batch_bytes + 2 * measured.output_bytes
-    kept_bytes += TRAINED * bytes_of(measured.module.parameters())
-    return PipelinePlan(
-        num_nodes=chunks.num_nodes,
-        num_edges=measured.edge_index.size(1),
-        layer_names=tuple(map(LayerNames(measured.module).of, layers.segments)),
-        layer_costs=measured.costs.layers,
-        stages=tuple(made[layout].stages()),
-        num_shards=own.num_shards,
-        num_chunks=own.num_chunks,
-        chunk_rows=tuple(chunk.num_nodes for chunk in chunks.chunks),
-        chunk_edges=tuple(chunk.num_edges for chunk in chunks.chunks),
-        halo_rows=tuple(chunk.num_halo for chunk in chunks.chunks),
-        edge_cut_frac=edge_cut_frac(measured.edge_index, measured.assignment),
-        step_s=own.step_s,
-        loss_s=measured.loss_s,
-        bubble_frac=own.bubble_frac,
-        step_bytes=own.step_bytes,
-        plain_s=None if plain is None else plain[0] + measured.loss_s,
-        plain_bytes=None if plain is None else plain[1] + kept_bytes,
-        layouts=tuple(forecasts.values()),
-        link_gbit_per_s=measured.options.link.gbit_per_s,
-        message_us=measured.options.link.message_s * 1e6,
-    )
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(one.nbytes for one in tensors)
 
 
-def _layouts(measured: Measured) -> list[tuple[int, int, int]]:
-    """Return the (stages, shards, chunks) to compare: one device first, and the requested ones."""
-    options, num_nodes = measured.options, measured.chunks.num_nodes
-    num_layers = len(measured.layers.segments)
-    is_whole = any(isinstance(m, HANConv) for m in measured.module.modules())
-    pairs = factorize(options.num_devices, most_stages=num_layers)
-    possible = [pair for pair in pairs if pair[1] <= (1 if is_whole else num_nodes)]
-    possible = [pair for pair in possible if _has_own_norms(measured, pair)] or possible
-    found = [(1, 1, 1), *((s, g, 1 if s == 1 else options.num_chunks) for s, g in possible)]
-    if options.layout is not None:
-        found.append((*options.layout, options.num_chunks))
-    elif not possible:
-        raise ConfigError(
-            expected=f"a layout of {options.num_devices} devices with at least one layer on "
-            "each stage and one node on each shard",
-            found=f"{num_layers} layers that can be separated and {num_nodes} nodes",
-            remedy="Use fewer devices, or a deeper model.",
-        )
-    return list(dict.fromkeys(found))
-
-
-def _has_own_norms(measured: Measured, layout: tuple[int, int]) -> bool:
-    """Whether each norm with running statistics is called by one stage only."""
-    users = find_users(measured.cut(*layout), measured.module)
-    return not stages_of_norms(find_layers(measured.module).norms, users)
+def _largest_frac(counts: Tensor) -> float:
+    """Return the share of the largest shard, over all chunks, of `[num_chunks, num_shards]`."""
+    return float(counts.amax(1).sum()) / max(int(counts.sum()), 1)

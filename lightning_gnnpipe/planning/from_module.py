@@ -24,8 +24,7 @@ from lightning_gnnpipe.errors import ConfigError, Fallbacks
 from lightning_gnnpipe.methods import PipelinedMethod, is_one_graph
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.planning.closed_forms import MESSAGE_S, Link
-from lightning_gnnpipe.planning.forecast import forecast
-from lightning_gnnpipe.planning.layouts import ForecastOptions
+from lightning_gnnpipe.planning.forecast import Forecaster, Target
 from lightning_gnnpipe.planning.pipeline_plan import PipelinePlan
 from lightning_gnnpipe.stages import (
     HeldTensors,
@@ -93,7 +92,7 @@ def plan_pipeline(
         _LINK_GBIT_PER_S if link_gbit_per_s is None else link_gbit_per_s,
         MESSAGE_S if message_us is None else message_us / 1e6,
     )
-    num_devices, layout = _asked_layout(options, num_stages, num_shards, num_devices)
+    num_devices, asked = _asked_layout(options, num_stages, num_shards, num_devices)
     with as_written(module):
         found = find_pipelined(module, options.pipelined_module)
     name, pipelined, method = found
@@ -117,25 +116,19 @@ def plan_pipeline(
             "num_chunks; see strategy.collect_stats().",
         )
     check_replicas(options.data_parallel)
-    num_chunks = options.expect_num_chunks(layout[0] if layout else num_devices)
-    if options.num_chunks == "auto":
-        num_chunks = min(num_chunks, inputs.num_nodes)
+    target = Target(
+        module=pipelined,
+        root=module,
+        call=call,
+        inputs=inputs,
+        options=options,
+        num_chunks=options.count_chunks(asked[0] if asked else num_devices, inputs.num_nodes),
+        link=link,
+        memory_gib=memory_gib,
+        time_loss=partial(_time_loss, module, name, method, batch),
+    )
     with as_written(module), switched(pipelined, True):
-        return forecast(
-            pipelined,
-            module,
-            call,
-            inputs,
-            ForecastOptions(
-                strategy=options,
-                num_devices=num_devices,
-                layout=layout,
-                num_chunks=num_chunks,
-                link=link,
-                memory_gib=memory_gib,
-            ),
-            partial(_time_loss, module, name, method, batch),
-        )
+        return Forecaster(target, asked).plan(num_devices)
 
 
 def _asked_layout(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from lightning_gnnpipe.chunks import LayerCost
-from lightning_gnnpipe.report import compare_weights
+from lightning_gnnpipe.planning.closed_forms import Link
+from lightning_gnnpipe.report import align, compare_weights, shorten
 from lightning_gnnpipe.types import Weights
 
 _MIB = 2**20
@@ -35,33 +36,39 @@ class StageForecast:
 
 @dataclass(frozen=True, slots=True)
 class LayoutForecast:
-    """A training step on `num_stages` stages of `num_shards` shards each.
+    """A training step on stages of `num_shards` shards each.
 
     Attributes:
-        num_stages: Stages, S.
-        num_shards: Shards of the graph, G.
+        stages: Forecast of each stage.
+        num_shards: Shards of the graph, G: ranks of each stage.
         num_chunks: Chunks, K.
-        step_s: Predicted seconds, without the optimizer.
+        step_s: Predicted seconds, without the optimizer, on one device per rank. Ranks that share a
+            memory's bandwidth are slower.
         bubble_frac: Share of all ranks' time, forward and backward, in which they do not compute.
         step_bytes: Bytes sent in a step, without statistics of norms.
+        bytes_by_weights: `step_bytes` with each value of the strategy's `weights`.
         memory_bytes: Of the largest rank: `StageForecast.memory_bytes`, the batch, and the outputs
             of all nodes with their gradient.
         fits: Whether `memory_bytes` is within the limit.
-        bytes_by_weights: `step_bytes` with each value of the strategy's `weights`.
     """
 
-    num_stages: int
+    stages: tuple[StageForecast, ...]
     num_shards: int
     num_chunks: int
     step_s: float
     bubble_frac: float
     step_bytes: int
+    bytes_by_weights: Mapping[Weights, int]
     memory_bytes: int
     fits: bool
-    bytes_by_weights: Mapping[Weights, int] = field(default_factory=dict)
 
     @property
-    def layout(self) -> tuple[int, int, int]:
+    def num_stages(self) -> int:
+        """Stages, S."""
+        return len(self.stages)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
         """Numbers of stages, shards and chunks."""
         return self.num_stages, self.num_shards, self.num_chunks
 
@@ -74,13 +81,12 @@ class LayoutForecast:
         )
 
     def __str__(self) -> str:
-        if self.num_stages * self.num_shards == 1:
-            name = "one device"
-        elif self.num_stages == 1:
-            name = f"graph parallel, {self.num_shards} shards"
-        else:
+        shards = f"{self.num_shards} shards"
+        if self.num_stages > 1:
             name = f"pipeline, {self.num_stages} stages"
-            name += f" x {self.num_shards} shards" if self.num_shards > 1 else ""
+            name += f" x {shards}" if self.num_shards > 1 else ""
+        else:
+            name = f"graph parallel, {shards}" if self.num_shards > 1 else "one device"
         return f"{name}, {self.num_chunks} chunk{'s' if self.num_chunks > 1 else ''}"
 
 
@@ -89,58 +95,40 @@ class PipelinePlan:
     """How a model and a graph would be cut, and what a training step would take.
 
     Attributes:
+        layout: Forecast of the layout asked for, else of the best one.
+        layouts: Forecasts of one device with one chunk, and of all layouts of the devices: graph
+            parallelism with one chunk, and several stages, on the same chunks.
         num_nodes: Nodes, N.
         num_edges: Edges, E.
         layer_names: Names of the message-passing layers.
         layer_costs: Costs of each layer in a step.
-        stages: Forecast of each stage.
-        num_shards: Shards of the graph, G: ranks of each stage.
-        num_chunks: Chunks, K.
         chunk_rows: Nodes of each chunk.
         chunk_edges: Edges that end in each chunk.
         halo_rows: Nodes of other chunks that each chunk reads.
         edge_cut_frac: Share of the edges between two chunks, dropped or not.
-        step_s: Predicted seconds of a step, without the optimizer, on one device per rank. Ranks
-            that share a memory's bandwidth are slower.
-        loss_s: Part of `step_s` for loss and metrics of all nodes, which every device computes; 0
+        loss_s: Part of each step for loss and metrics of all nodes, which every device computes; 0
             if it cannot be timed without a Trainer.
-        bubble_frac: Share of all ranks' time, forward and backward, in which they do not compute.
-        step_bytes: Bytes sent in a step.
+        link: Link speed, and seconds of a message of any size, that are assumed.
         plain_s: Seconds of a step of a plain Trainer, from the module as PyG runs it; None for a
             graph of more than a million nodes and edges.
         plain_bytes: Memory of a plain Trainer, as `LayoutForecast.memory_bytes`, but without what
             layers use only while they run, such as one message per edge; None if unknown.
-        layouts: Forecasts of one device with one chunk, and of all layouts of the devices: graph
-            parallelism with one chunk, and several stages, on the same chunks.
-        link_gbit_per_s: Link speed assumed, in Gbit/s.
-        message_us: Microseconds assumed for a message of any size.
     """
 
+    layout: LayoutForecast
+    layouts: tuple[LayoutForecast, ...]
     num_nodes: int
     num_edges: int
     layer_names: tuple[str, ...]
     layer_costs: tuple[LayerCost, ...]
-    stages: tuple[StageForecast, ...]
-    num_shards: int
-    num_chunks: int
     chunk_rows: tuple[int, ...]
     chunk_edges: tuple[int, ...]
     halo_rows: tuple[int, ...]
     edge_cut_frac: float
-    step_s: float
     loss_s: float
-    bubble_frac: float
-    step_bytes: int
-    layouts: tuple[LayoutForecast, ...]
-    link_gbit_per_s: float
-    message_us: float
-    plain_s: float | None = None
-    plain_bytes: int | None = None
-
-    @property
-    def layout(self) -> tuple[int, int, int]:
-        """Numbers of stages, shards and chunks of the plan."""
-        return len(self.stages), self.num_shards, self.num_chunks
+    link: Link
+    plain_s: float | None
+    plain_bytes: int | None
 
     @property
     def best(self) -> LayoutForecast:
@@ -150,7 +138,7 @@ class PipelinePlan:
     @property
     def advice(self) -> tuple[str, ...]:
         """What is fastest, and what speaks against the plan."""
-        best, advice = self.best, []
+        best, own, advice = self.best, self.layout, []
         if not best.fits:
             advice.append(
                 "No layout fits into the memory: try recompute, history_dtype or more devices."
@@ -159,12 +147,11 @@ class PipelinePlan:
             advice.append(f"Fastest: a plain Trainer, {self.plain_s:.3f} s per step.")
         else:
             advice.append(f"Fastest: {best.options}, {best.step_s:.3f} s per step.")
-        own = next((one for one in self.layouts if one.layout == self.layout), best)
-        if own.num_stages > 1 and own.bytes_by_weights:
+        if own.num_stages > 1:
             advice.append(compare_weights(own.bytes_by_weights))
-        compute_s = sum(stage.compute_s for stage in self.stages)
-        chunk_s = compute_s / len(self.stages) / self.num_shards / self.num_chunks
-        if self.num_chunks > 1 and chunk_s < _SHORT_CHUNK_S:
+        num_pieces = own.num_stages * own.num_shards * own.num_chunks
+        chunk_s = sum(stage.compute_s for stage in own.stages) / num_pieces
+        if own.num_chunks > 1 and chunk_s < _SHORT_CHUNK_S:
             advice.append(
                 f"A chunk takes only {chunk_s * 1e3:.1f} ms on a stage: use fewer chunks, or one "
                 "device."
@@ -175,18 +162,17 @@ class PipelinePlan:
         return "\n".join([*self._cut_lines(), *self._step_lines(), *self.advice])
 
     def _cut_lines(self) -> list[str]:
-        rows, halo = self.chunk_rows, sum(self.halo_rows)
+        rows, halo, stages = self.chunk_rows, sum(self.halo_rows), self.layout.stages
         lines = [
             f"{self.num_nodes:,} nodes, {self.num_edges:,} edges in {len(rows)} chunks of "
             f"{min(rows):,} to {max(rows):,} nodes, which read {halo:,} of other chunks; "
             f"{self.edge_cut_frac:.1%} of the edges are between chunks",
-            f"Layers in stages: {len(self.layer_names)} in {len(self.stages)}",
+            f"Layers in stages: {len(self.layer_names)} in {len(stages)}",
         ]
-        for number, stage in enumerate(self.stages):
+        for number, stage in enumerate(stages):
             names = self.layer_names[stage.first_layer :][: stage.num_layers]
             lines.append(
-                f"stage {number}: {' .. '.join(dict.fromkeys([names[0], names[-1]]))} "
-                f"({stage.num_layers}), {stage.num_parameters:,} parameters, "
+                f"stage {number}: {shorten(names)}, {stage.num_parameters:,} parameters, "
                 f"{stage.compute_s * 1e3:,.0f} ms, {stage.memory_bytes / _MIB:,.0f} MiB"
             )
         return lines
@@ -198,23 +184,19 @@ class PipelinePlan:
             memory = f"{self.plain_bytes / _MIB:,.0f}"
             rows.append(("  plain Trainer", f"{self.plain_s:.3f}", "0", "", memory))
         for one in self.layouts:
-            name = f"[{one}]" if one.layout == self.layout else str(one)
+            name = f"[{one}]" if one is self.layout else str(one)
             memory = f"{one.memory_bytes / _MIB:,.0f}" + ("" if one.fits else " (too much)")
             idle = f"{one.bubble_frac:.1%}"
-            mark = "* " if one == self.best else "  "
+            mark = "* " if one is self.best else "  "
             rows.append((mark + name, f"{one.step_s:.3f}", f"{one.step_bytes:,}", idle, memory))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return [
-            f"A training step, with links of {self.link_gbit_per_s:g} Gbit/s and "
-            f"{self.message_us:g} us per message:",
-            *(
-                "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-                for row in rows
-            ),
+            f"A training step, with links of {self.link.gbit_per_s:g} Gbit/s and "
+            f"{self.link.message_s * 1e6:g} us per message:",
+            *align(rows, left=0),
         ]
 
 
-def choose_layout(layouts: Sequence[LayoutForecast]) -> LayoutForecast:
+def choose_layout(layouts: tuple[LayoutForecast, ...]) -> LayoutForecast:
     """Return the fastest layout that fits; if none fits, the one with the least memory."""
     fitting = [one for one in layouts if one.fits]
     if not fitting:

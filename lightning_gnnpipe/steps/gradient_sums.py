@@ -7,7 +7,7 @@ drift apart.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.steps.staged_weights import StagedWeights
-from lightning_gnnpipe.types import Weights
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -107,29 +106,6 @@ def share_gradients(
         if not is_staged:
             transport.broadcast(flat, first, "weight_grad")
         _put_back(flat, named, {})
-
-
-def sent_bytes(weights: Iterable[Tensor]) -> int:
-    """Return the bytes of gradients of `weights`, each with a number for whether there is one."""
-    return sum(one.nbytes + one.element_size() for one in weights)
-
-
-def gradient_bytes(
-    module: nn.Module, users: Mapping[str, set[int]], num_stages: int, weights: Weights
-) -> int:
-    """Return the bytes of gradients of weights that stages receive in a step.
-
-    "whole": all stages receive each gradient; a sum over stages takes two times as much. "staged":
-    a gradient of n stages is sent n - 1 times to be summed, and back.
-    """
-    total = 0
-    for name, parameter in module.named_parameters():
-        num_users = len(users.get(name, ()))
-        times = (num_stages - 1) * min(num_users, 2)
-        total += sent_bytes([parameter]) * (
-            2 * max(num_users - 1, 0) if weights == "staged" else times
-        )
-    return total
 
 
 def _flatten(parameters: Named) -> Tensor:

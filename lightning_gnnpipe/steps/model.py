@@ -7,18 +7,15 @@ With weights="staged" it holds only the parameters that its stage uses.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
-from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, Inputs
 from lightning_gnnpipe.chunks import StepCosts
-from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
 from lightning_gnnpipe.graph import text_fingerprint
@@ -26,11 +23,11 @@ from lightning_gnnpipe.layers import find_layers, tracks_statistics, without_mem
 from lightning_gnnpipe.methods import own_methods, raising_own_errors
 from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.passing import Matrices
+from lightning_gnnpipe.report import Split
 from lightning_gnnpipe.stages import (
     Guard,
     HeldTensors,
     Layers,
-    Stage,
     check_counts,
     check_num_stages,
     choose_repeated,
@@ -42,7 +39,7 @@ from lightning_gnnpipe.stages import (
     split_layers,
     switched,
 )
-from lightning_gnnpipe.steps.gradient_sums import GradientSums, gradient_bytes
+from lightning_gnnpipe.steps.gradient_sums import GradientSums
 from lightning_gnnpipe.steps.modes import (
     Key,
     Mode,
@@ -52,7 +49,6 @@ from lightning_gnnpipe.steps.modes import (
     trace_key,
 )
 from lightning_gnnpipe.steps.staged_weights import StagedWeights
-from lightning_gnnpipe.types import Weights
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +60,7 @@ _TRACED_ANEW = (
 
 Check = Callable[[Layers, Call, Inputs], None]
 Measure = Callable[[Layers], StepCosts]  # measures the layers of a new module
-OnSplit = Callable[[Sequence[Stage], dict[str, set[int]], list[float], dict[Weights, int]], None]
+OnSplit = Callable[[Split, list[float]], None]
 
 
 class PipelinedModel:
@@ -88,7 +84,7 @@ class PipelinedModel:
         self._num_changes = 0  # of attributes
         self._given: dict[str, set[str]] = {}  # values of plain arguments
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
-        self.on_split: OnSplit | None = None  # called with stages, users of parameters, costs
+        self.on_split: OnSplit | None = None  # called with the seconds of each stage
         self.costs: StepCosts | None = None  # once measured
         self.stage_layers: tuple[int, ...] = ()  # number of layers of each stage, once assigned
         self.preferred: tuple[int, ...] = ()  # layers per stage, if they fit, not measured ones
@@ -317,32 +313,15 @@ class PipelinedModel:
         if self.on_split is not None:
             costs = [] if self.costs is None else list(map(self.costs.of, stages))
             users = find_users([stage for mode in modes for stage in mode.stages], self.module)
-            seconds = [sum(c.compute_s for c in one) for one in costs]
-            self.on_split(stages, users, seconds, self._sent(modes[0], users, inputs))
+            num_shards, num_rows = self._transport.mesh.num_shards, inputs.num_rows
+            split = Split(self.module, modes[0].layers, stages, users, num_shards, num_rows)
+            self.on_split(split, [sum(c.compute_s for c in one) for one in costs])
         is_idle = self._options.given.repeat_encoder is True and not any(s.repeated for s in stages)
         if is_idle and len(stages) > 1:
             why = "mixes rows" if inputs.graphs is None else "is of a batch of graphs"
             self._fallbacks.tell(
                 f"repeat_encoder=True has no effect, since what stages receive {why}."
             )
-
-    def _sent(
-        self, mode: Mode, users: Mapping[str, set[int]], inputs: Inputs
-    ) -> dict[Weights, int]:
-        """Return the bytes between stages in a step, by the value of the strategy's `weights`."""
-        mesh, values = self._transport.mesh, mode.layers.values
-        codecs, sent = get_codecs(self._options.given.cut_codec), 0
-        for stage in mode.stages[:-1]:
-            for one in map(values.__getitem__, stage.sent):
-                shape = (inputs.num_rows(one.kind, one.edge_set), *one.row_shape)
-                sent += codecs.rows.payload_bytes(shape, one.dtype)
-                sent += codecs.grads.payload_bytes(shape, one.dtype) * one.requires_grad
-        for one in map(values.__getitem__, mode.layers.outputs):
-            num_rows = inputs.num_rows(one.kind, one.edge_set)
-            sent += (mesh.num_stages * mesh.num_shards - 1) * num_rows * one.row_bytes
-        named: tuple[Weights, ...] = get_args(Weights)
-        of = partial(gradient_bytes, self.module, users, mesh.num_stages)
-        return {weights: sent + mesh.num_shards * of(weights) for weights in named}
 
     def _count_layers(self, inputs: Inputs, measure: Measure) -> tuple[int, ...]:
         layers, balance = next(iter(self._modes.values())).layers, self._options.given.balance

@@ -21,18 +21,19 @@ from torch import Tensor, nn
 from torch.nn.utils.prune import is_pruned
 from torch.optim import Optimizer
 
+from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.engine import PipelineEngine, RunState, SavedRun
 from lightning_gnnpipe.errors import ConfigError, Fallbacks, UnsupportedError
 from lightning_gnnpipe.layers import check_support
 from lightning_gnnpipe.options import RunOptions, StrategyOptions
 from lightning_gnnpipe.passing import replace_attributes
 from lightning_gnnpipe.report import (
+    Split,
     compare_times,
     compare_weights,
-    describe_stages,
-    format_stages,
+    stage_table,
 )
-from lightning_gnnpipe.stages import Stage, as_written, find_pipelined, refuse_uncalled
+from lightning_gnnpipe.stages import as_written, find_pipelined, refuse_uncalled
 from lightning_gnnpipe.steps import Controls, StagedWeights
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer.processes import (
@@ -42,7 +43,6 @@ from lightning_gnnpipe.trainer.processes import (
     set_random_state,
 )
 from lightning_gnnpipe.trainer.replicas import Replicas
-from lightning_gnnpipe.types import Weights
 
 log = logging.getLogger(__name__)
 
@@ -158,9 +158,8 @@ class EngineHost:
         self._patched.enter_context(self._replicas.computing_metrics(module))
         has_summary = any(isinstance(one, ModelSummary) for one in callbacks)
         if is_fitting and trainer.is_global_zero:
-            layout = run_options.num_chunks, transport.mesh.num_shards
-            split = partial(_print_stages, trainer, pipelined, options, layout)
-            engine.model.on_split = partial(split, is_quiet=not has_summary)
+            tell = partial(_print_stages, trainer, options, run_options.num_chunks)
+            engine.model.on_split = partial(tell, is_quiet=not has_summary)
 
     def detach(self) -> None:
         """Undo `attach`."""
@@ -256,20 +255,19 @@ class EngineHost:
 
 def _print_stages(
     trainer: pl.Trainer,
-    pipelined: nn.Module,
     options: StrategyOptions,
-    layout: tuple[int, int],
-    stages: Sequence[Stage],
-    users: Mapping[str, set[int]],
+    num_chunks: int,
+    split: Split,
     costs: Sequence[float],
-    sent: Mapping[Weights, int],
     *,
     is_quiet: bool,
 ) -> None:
-    """Print the table of stages without breaking the progress bar; see `describe_stages`.
+    """Print the table of stages without breaking the progress bar; `costs`: seconds by stage.
 
-    Warn if gradients of weights are a large part of what is sent. `layout`: chunks and shards.
+    Warn if gradients of weights are a large part of what is sent.
     """
+    root = trainer.lightning_module
+    sent = split.step_bytes(root, get_codecs(options.cut_codec))
     extra = sent["whole"] - sent["staged"]
     if options.weights == "whole" and extra > max(0.5 * sent["staged"], _MUCH_BYTES):
         log.warning(
@@ -279,10 +277,9 @@ def _print_stages(
         )
     if is_quiet:
         return
-    rows = describe_stages(trainer.lightning_module, pipelined, stages, users, costs)
-    lines = [format_stages(rows)]
-    lines += [compare_times(costs, *layout)] if costs else []
-    text = "\n".join([*lines, *([compare_weights(sent)] if len(stages) > 1 else [])])
+    lines = [stage_table(split, root, costs)]
+    lines += [compare_times(costs, num_chunks, split.num_shards)] if costs else []
+    text = "\n".join([*lines, *([compare_weights(sent)] if len(split.stages) > 1 else [])])
     bar = trainer.progress_bar_callback
     if isinstance(bar, TQDMProgressBar) and bar.is_enabled:
         bar.print(text)

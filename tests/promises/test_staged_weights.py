@@ -246,7 +246,7 @@ def test_the_start_tells_what_each_sends_and_warns_of_large_gradients(
             max_epochs=1,
         )
         out = capfd.readouterr().out
-        assert "on one device with one chunk." in out
+        assert "cost [ms]" in out and "on one device with one chunk." in out
         assert re.search(r"weights='staged' sends [\d.]+ MiB a step, 'whole' [\d.]+ MiB\.", out)
         assert ("Stages send each other large gradients" in out) == (weights == "whole")
 
