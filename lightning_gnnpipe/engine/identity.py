@@ -22,7 +22,6 @@ from torch_geometric.data.data import BaseData
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind
 from lightning_gnnpipe.graph import ContentNumbers, fold, tensors_in, text_fingerprint
-from lightning_gnnpipe.stages import is_traced_through
 from lightning_gnnpipe.types import CrossChunkEdges
 
 _CALL = "call in the step"
@@ -30,7 +29,6 @@ _LIBRARIES = ("torch.", "torch_geometric.", "torchmetrics.")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, type(None))
-_PLAIN_TYPES = frozenset(_PLAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,6 @@ class InputIdentity:
     ) -> None:
         self._module, self._contents, self._cross_edges = module, contents, cross_edges
         self._held = _ModuleTensors(module, contents)
-        self._options = _LayerOptions(module)
         self._owner: nn.Module = module
         self._random_state: Callable[[], Mapping[str, Any]] = dict
         self._before: Mapping[str, Any] | None = None
@@ -112,13 +109,11 @@ class InputIdentity:
             if kind is Kind.EDGE_INDEX:
                 graph.append(parts[name])
         parts |= self._held.numbers()
-        parts["option of a layer"] = self._options.number()
         return InputKey(fold(graph), tuple(leaves), parts, names)
 
     def end_pass(self) -> None:
         """Accept changes by the forward itself, which are no new input."""
         self._held.accept()
-        self._options.accept()
 
     def _of_trained(self, leaf: Tensor, batch: Callable[[], int]) -> int:
         """Return a fingerprint of what `leaf`, which needs a gradient, was computed from."""
@@ -169,47 +164,6 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     if f"{type(module).__module__}.".startswith(_LIBRARIES):
         return {}
     return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
-
-
-class _LayerOptions:
-    """Plain options of submodules that run untraced, except rates of dropout."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._modules, self._parts = list[nn.Module](), list[nn.Module]()
-        self._values: list[Any] | None = None
-        self._number = 0
-
-    def number(self) -> int:
-        values = self._present()
-        if values != self._values:
-            self._values, self._number = values, text_fingerprint(repr(values))
-        return self._number
-
-    def accept(self) -> None:
-        """Keep the fingerprint despite new values: a forward may count its own calls."""
-        self._values = self._present()
-
-    def _present(self) -> list[Any]:
-        """Return the names and values, in the order of `modules()`."""
-        found = list[Any]()
-        for part in self._untraced():
-            is_dropout = "Dropout" in type(part).__name__
-            for name, value in vars(part).items():
-                if name in _OF_TORCH or name == "dropout" or (is_dropout and name == "p"):
-                    continue
-                if isinstance(value, _PLAIN):
-                    found.append((name, value))
-                elif isinstance(value, list | tuple) and _PLAIN_TYPES.issuperset(map(type, value)):
-                    found.append((name, tuple(value)))
-        return found
-
-    def _untraced(self) -> list[nn.Module]:
-        modules = list(self._module.modules())
-        if modules != self._modules:  # by identity: a layer was replaced
-            self._modules = modules
-            self._parts = [part for part in modules if not is_traced_through(part)]
-        return self._parts
 
 
 class _ModuleTensors:

@@ -6,6 +6,7 @@ from lightning_gnnpipe.stages.find import (
     as_written,
     find_pipelined,
     is_listed,
+    is_traced_through,
     refuse_uncalled,
     switched,
 )
@@ -13,6 +14,7 @@ from lightning_gnnpipe.stages.held import HeldTensors
 from lightning_gnnpipe.stages.layers import Layers, cut_layers
 from lightning_gnnpipe.stages.repeat import choose_repeated, tied_bytes
 from lightning_gnnpipe.stages.segments import Segment, leaves_of, part_of
+from lightning_gnnpipe.stages.shapes import line_of_node
 from lightning_gnnpipe.stages.split import (
     Stage,
     check_counts,
@@ -25,11 +27,5 @@ from lightning_gnnpipe.stages.split import (
     solve_balance,
     split_layers,
 )
-from lightning_gnnpipe.stages.trace import trace
-from lightning_gnnpipe.stages.tracer import NUM_GRAPHS, is_traced_through, line_of_node, strip_root
-from lightning_gnnpipe.stages.values import (
-    Sample,
-    Value,
-    draw_sample,
-    learn_values,
-)
+from lightning_gnnpipe.stages.trace import NUM_GRAPHS, strip_root, trace
+from lightning_gnnpipe.stages.values import Sample, SampleRun, Value, draw_sample, draw_samples

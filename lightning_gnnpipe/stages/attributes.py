@@ -9,20 +9,21 @@ the trace, as in torch.export.
 from __future__ import annotations
 
 import copy
+import random
 import re
 from argparse import Namespace
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
 from lightning_gnnpipe._compat_torch import RUNNING_HOOK, version_of
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.stages.find import is_library
-from lightning_gnnpipe.stages.tracer import owners_of
+from lightning_gnnpipe.stages.find import is_library, owners_of
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _KINDS = frozenset({bool, int, float, complex, str, bytes, type(None)})
@@ -45,19 +46,21 @@ class State(NamedTuple):
     is_grad_enabled: bool
     plain: tuple[tuple[Any, ...], ...]  # attributes of modules that are traced through
     of_called: tuple[tuple[Any, ...], ...]  # public ones of modules that run as they are
-    of_users: tuple[tuple[Any, ...], ...]  # of those, modules of the user's own classes
+    of_users: tuple[tuple[Any, ...], ...]  # of modules of the user's own classes that run so
+    rates: tuple[tuple[Any, ...], ...]  # of dropout in modules that run as they are
 
     def changed(self, before: State) -> list[str]:
         """Return the names of plain attributes that differ."""
-        states = [(*s.plain, *s.of_called, *s.of_users) for s in (before, self)]
+        states = [(*s.plain, *s.of_called, *s.of_users, *s.rates) for s in (before, self)]
         old, now = ({one[:2]: one[2:] for one in several} for several in states)
         keys = [key for key in now | old if now.get(key) != old.get(key)]
         return [f"{path}.{name}".removeprefix(".") for path, name in keys]
 
     @property
     def text(self) -> str:
-        """The attributes of modules that are traced through, the same in each process."""
-        return re.sub(" at 0x[0-9a-f]+", "", repr(self.plain))
+        """The attributes, without rates of dropout, the same in each process."""
+        read = self.plain, self.of_called, self.of_users
+        return re.sub(" at 0x[0-9a-f]+", "", repr(read))
 
 
 class Guard:
@@ -77,25 +80,26 @@ class Guard:
             self._named = [
                 (path, one, 0 if one in traced else 1 if is_library(one) else 2)
                 for path, one in self._module.named_modules()
+                if not type(one).__module__.startswith("torchmetrics.")
             ]
         held = [one(recurse=False) for m in self._owners for one in (m.parameters, m.buffers)]
         tensors = tuple([id(one) for several in held for one in several])
-        found: tuple[list[tuple[Any, ...]], ...] = ([], [], [])  # in the order of `State`
+        found: tuple[list[tuple[Any, ...]], ...] = ([], [], [], [])  # in the order of `State`
         for path, one, place in self._named:
             for name, value in vars(one).items():
-                if name in _OF_TORCH or (place and name[0] == "_") or name == RUNNING_HOOK:
+                if name in _OF_TORCH or (place == 1 and name[0] == "_") or name == RUNNING_HOOK:
                     continue
                 is_read = isinstance(value, _HOLDERS) or (not place and isinstance(value, Tensor))
-                if is_read or type(value) in _KINDS:
-                    found[place].append((path, name, *_content(value)))
-        plain, of_called, of_users = map(tuple, found)
-        parts = (*modules, tensors)
-        return State(parts, torch.is_grad_enabled(), plain, of_called, of_users)
+                if is_read or type(value) in _KINDS or isinstance(value, np.generic):
+                    is_p = name == "p" and "Dropout" in type(one).__name__
+                    is_rate = place and (is_p or name == "dropout")
+                    found[3 if is_rate else place].append((path, name, *_content(value)))
+        return State((*modules, tensors), torch.is_grad_enabled(), *map(tuple, found))
 
 
 def _content(value: Any) -> tuple[Any, ...]:
     """Return what tells two values apart: plain ones by content, all else by identity."""
-    if type(value) in _KINDS:
+    if type(value) in _KINDS or isinstance(value, np.generic):
         return type(value), value
     if isinstance(value, Tensor):
         return Tensor, _Identity(id(value)), _Identity(version_of(value))
@@ -184,11 +188,31 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     before = Snapshot(module)
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     try:
-        with torch.random.fork_rng(devices=list(devices)):
+        with undrawn(devices):
             yield
     finally:
         restore_buffers(module, buffers)
         before.restore()
+
+
+@contextmanager
+def undrawn(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Restore the states of Python's, NumPy's and torch's random numbers on exit."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+def random_states(devices: Iterable[torch.device] = ()) -> Hashable:
+    """Return the states of Python's, NumPy's and torch's random numbers."""
+    of_torch = (torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices))
+    name, numbers, *rest = np.random.get_state()
+    arrays = (numbers, *(state.numpy() for state in of_torch))
+    return random.getstate(), name, *rest, *(array.tobytes() for array in arrays)
 
 
 def restore_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
@@ -201,11 +225,12 @@ def restore_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
 class _NoProgress:
     """Takes the place of the Trainer: a forward must not depend on the progress of training."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, is_allowed: Callable[[], bool]) -> None:
+        self._trainer, self._is_allowed = trainer, is_allowed
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("global_rank", "local_rank", "world_size"):  # constant during training
+        is_constant = name in ("global_rank", "local_rank", "world_size")  # during training
+        if is_constant or self._is_allowed():
             return getattr(self._trainer, name)
         raise UnsupportedError(
             expected="forward to depend only on its arguments and on plain attributes",
@@ -216,8 +241,8 @@ class _NoProgress:
 
 
 @contextmanager
-def refusing_progress(module: nn.Module) -> Iterator[None]:
-    """Refuse reads of the trainer by LightningModules in `module` within the block."""
+def refusing_progress(module: nn.Module, is_allowed: Callable[[], bool]) -> Iterator[None]:
+    """Unless `is_allowed`, refuse reads of the trainer in `module` within the block."""
     owners: Iterable[Any] = [one for one in module.modules() if hasattr(type(one), "trainer")]
     before = []
     for one in owners:
@@ -226,7 +251,7 @@ def refusing_progress(module: nn.Module) -> Iterator[None]:
         except RuntimeError:  # it has none
             before.append((one, None))
     for one, trainer in before:
-        one.trainer = _NoProgress(trainer)
+        one.trainer = _NoProgress(trainer, is_allowed)
     try:
         yield
     finally:

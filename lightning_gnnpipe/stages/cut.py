@@ -5,42 +5,29 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_gnnpipe.calls import Call, Inputs, Kind, is_of_pairs
+from lightning_gnnpipe.calls import Call, Inputs, Kind
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.stages.layers import FREE, ROW_KINDS, Layers, cut_layers
 from lightning_gnnpipe.stages.mixing import turn_leaves
 from lightning_gnnpipe.stages.repeat import find_repeatable
-from lightning_gnnpipe.stages.shapes import (
-    Answer,
-    Questions,
-    dim_asked,
-    mark,
-    shape_like,
-    size_asked,
-)
-from lightning_gnnpipe.stages.trace import trace
-from lightning_gnnpipe.stages.tracer import root_of
+from lightning_gnnpipe.stages.shapes import dim_asked, shape_like, size_asked
+from lightning_gnnpipe.stages.trace import root_of, trace
 from lightning_gnnpipe.stages.values import (
     LEAF,
     PARTS,
-    SAMPLE_EDGES,
     SIZES,
     Sample,
-    Value,
-    draw_sample,
-    learn_facts,
-    learn_values,
+    SampleRun,
+    draw_samples,
     remedy_for_size,
     remedy_for_weights,
     whole_sample,
 )
-
-Result = TypeVar("Result")
 
 
 def cut_module(
@@ -61,77 +48,58 @@ def cut_module(
     be cut into chunks. If not, a module with weights of single nodes runs on the whole graph.
     """
     has_graphs = inputs.graphs is not None
-    of_size = remedy_for_size(module, inputs)
+    remedy, repeats = remedy_for_size(module, inputs), finds_repeatable and not has_graphs
 
-    def on_sample(run: Callable[[Sample], Result]) -> tuple[Result, Sample]:
-        sample = draw_sample(module, call, inputs)
-        try:
-            return run(sample), sample
-        except UnsupportedError:
-            if is_cut or has_graphs:
-                raise
-            sample = whole_sample(call, inputs)
-            return run(sample), sample
-
-    def learn(unfinished: fx.Graph, root: nn.Module) -> dict[str, Answer]:
-        """Answer what forward asks of shapes, from two samples of different sizes."""
-        named = zip(call.names, call.leaves, strict=True)
-        pairs = {leaf.size(-1) for name, leaf in named if is_of_pairs(name) and leaf.dim()}
-
-        def run(sample: Sample) -> dict[str, Answer]:
-            other = draw_sample(module, call, inputs, SAMPLE_EDGES // 2)
-            samples = (sample,) if sample.is_whole else (other, sample)
-            num_rows = None if has_graphs else inputs.num_rows
-            return learn_facts(unfinished, root, samples, num_rows, pairs, of_size)
-
-        return on_sample(run)[0]
-
-    questions = Questions(learn)
-    graph = trace(module, call, questions, is_grad_enabled=is_grad_enabled)
-    text = str(graph)
-    for layers in known:
-        if layers.trace == text:
-            return layers
-
-    def learn_and_cut(sample: Sample) -> Layers:
-        edges = [f"leaf_{i}" for i, kind in enumerate(inputs.kinds) if kind is Kind.EDGE_INDEX]
-        turn_leaves(graph, [] if has_graphs else edges)
-        values = learn_values(graph, module, sample, of_size)
-        if has_graphs:
-            return cut_layers(graph, module, values, ROW_KINDS)
-        if _unpack(graph):
-            values = learn_values(graph, module, sample, of_size)
-        _return_leaves(graph)
-        if _take_loops_apart(graph, module, sample):
-            values = learn_values(graph, module, sample, of_size)
-        if _put_rows_first(graph, values, inputs, sample):
-            values = learn_values(graph, module, sample, of_size)
-        remedy = remedy_for_weights(module, inputs)
-        return cut_layers(graph, module, values, remedy=remedy, edges=edges if is_cut else None)
-
-    layers, sample = on_sample(learn_and_cut)
-    layers = replace(
-        layers,
-        trace=text,
-        weights={f"leaf_{slot}": name for slot, name in call.weights.items()},
-        whole=fx.GraphModule(root_of(module), graph) if call.held else None,
-    )
-    if has_graphs or not finds_repeatable or sample.is_whole:
+    def trace_and_cut(*samples: Sample) -> Layers:
+        run = SampleRun(samples, call, remedy)
+        graph = trace(module, call, run, is_grad_enabled=is_grad_enabled)
+        text = str(graph)
+        for layers in known:
+            if layers.trace == text:
+                return layers
+        layers = replace(
+            _cut(graph, module, inputs, run, is_cut),
+            trace=text,
+            weights={f"leaf_{slot}": name for slot, name in call.weights.items()},
+            whole=fx.GraphModule(root_of(module), graph) if call.held else None,
+        )
+        if repeats and not samples[0].is_whole:
+            return find_repeatable(layers, run, served)
         return layers
-    return find_repeatable(layers, module, call, inputs, served)
+
+    try:
+        return trace_and_cut(*draw_samples(module, call, inputs))
+    except UnsupportedError:
+        if is_cut or has_graphs:
+            raise
+        return trace_and_cut(whole_sample(call, inputs))
 
 
-def _unpack(graph: fx.Graph) -> bool:
-    """Replace tuples of tensors, such as the state of an LSTM, by their parts; return whether any.
+def _cut(
+    graph: fx.Graph, module: nn.Module, inputs: Inputs, run: SampleRun, is_cut: bool
+) -> Layers:
+    if inputs.graphs is not None:
+        return cut_layers(graph, module, run.values, ROW_KINDS)
+    edges = [f"leaf_{i}" for i, kind in enumerate(inputs.kinds) if kind is Kind.EDGE_INDEX]
+    turn_leaves(graph, edges)
+    _unpack(graph, run)
+    _return_leaves(graph)
+    _take_loops_apart(graph, module, run)
+    _put_rows_first(graph, inputs, run)
+    remedy = remedy_for_weights(module, inputs)
+    return cut_layers(graph, module, run.values, remedy=remedy, edges=edges if is_cut else None)
+
+
+def _unpack(graph: fx.Graph, run: SampleRun) -> None:
+    """Replace tuples of tensors, such as the state of an LSTM, by their parts.
 
     state = lstm(x, state)[1]    ->    h, c = lstm(x, (h, c))[1]
     """
-    has_changed = False
     for node in list(graph.nodes):
         users = [one for one in node.users if one.target is not operator.getitem]
         if PARTS not in node.meta or not users:
             continue
-        parts = _take_apart(graph, node, node.meta[PARTS])
+        parts = _take_apart(graph, node, node.meta[PARTS], run)
         for user in users:
 
             def whole(one: fx.Node, node: fx.Node = node, parts: Any = parts) -> Any:
@@ -139,17 +107,22 @@ def _unpack(graph: fx.Graph) -> bool:
 
             user.args = fx.node.map_arg(user.args, whole)
             user.kwargs = cast(Any, fx.node.map_arg(user.kwargs, whole))
-        has_changed = True
-    return has_changed
 
 
-def _take_apart(graph: fx.Graph, node: fx.Node, parts: Any) -> Any:
+def _take_apart(graph: fx.Graph, node: fx.Node, parts: Any, run: SampleRun) -> Any:
     """Return nodes for the `parts` of the tuple `node`, in its structure."""
     if not parts:
         return node
     with graph.inserting_before(node.next):
-        items = [graph.call_function(operator.getitem, (node, i)) for i in range(len(parts))]
-    return tuple(_take_apart(graph, *one) for one in zip(items, parts, strict=True))
+        items = [_call(graph, run, operator.getitem, node, i) for i in range(len(parts))]
+    return tuple(_take_apart(graph, *one, run) for one in zip(items, parts, strict=True))
+
+
+def _call(graph: fx.Graph, run: SampleRun, function: Callable[..., Any], *args: Any) -> fx.Node:
+    """Return a new node, which has run on the samples."""
+    node = graph.call_function(function, args)
+    run.run(node)
+    return node
 
 
 def _return_leaves(graph: fx.Graph) -> None:
@@ -161,13 +134,13 @@ def _return_leaves(graph: fx.Graph) -> None:
             output.replace_input_with(node, leaves[node.meta[LEAF]])
 
 
-def _take_loops_apart(graph: fx.Graph, module: nn.Module, sample: Sample) -> bool:
+def _take_loops_apart(graph: fx.Graph, module: nn.Module, run: SampleRun) -> None:
     """Divide attention weights into weights of edges and of loops that the layer adds.
 
-    The parts have rows, so that they cross cuts and are outputs. Returns whether there are any.
+    The parts have rows, so that they cross cuts and are outputs.
     """
-    root, num_rows = root_of(module), _num_plain(sample.edge_index) + sample.num_nodes
-    has_changed = False
+    root, sample = root_of(module), run.sample
+    num_rows = _num_plain(sample.edge_index) + sample.num_nodes
     for node in list(graph.nodes):
         edges = node.kwargs.get("edge_index", node.args[1] if len(node.args) > 1 else None)
         is_asked = node.op == "call_module" and "return_attention_weights" in node.kwargs
@@ -182,17 +155,15 @@ def _take_loops_apart(graph: fx.Graph, module: nn.Module, sample: Sample) -> boo
                 continue
             with graph.inserting_before(part.next):
                 if sizes[0] == num_rows:
-                    of_edges = graph.call_function(_of_edges, (part, edges))
-                    of_loops = graph.call_function(_of_loops, (part, edges))
-                    both = graph.call_function(_of_both, (of_edges, of_loops, edges))
+                    of_edges = _call(graph, run, _of_edges, part, edges)
+                    of_loops = _call(graph, run, _of_loops, part, edges)
+                    both = _call(graph, run, _of_both, of_edges, of_loops, edges)
                 else:
-                    out = graph.call_function(operator.getitem, (node, 0))
-                    both = graph.call_function(_with_loops, (edges, out))
+                    out = _call(graph, run, operator.getitem, node, 0)
+                    both = _call(graph, run, _with_loops, edges, out)
             both.meta[FREE] = True
             for user in users:
                 user.replace_input_with(part, both)
-            has_changed = True
-    return has_changed
 
 
 def _num_plain(edges: Tensor) -> int:
@@ -222,49 +193,43 @@ def _with_loops(edges: Tensor, rows: Tensor) -> Tensor:
     return torch.cat([edges[:, edges[0] != edges[1]], loops.expand(2, -1)], dim=1)
 
 
-def _put_rows_first(
-    graph: fx.Graph, values: dict[str, Value], inputs: Inputs, sample: Sample
-) -> bool:
-    """Let values cross cuts whose nodes are in another dimension; return whether `graph` changed.
+def _put_rows_first(graph: fx.Graph, inputs: Inputs, run: SampleRun) -> None:
+    """Let values cross cuts whose nodes are in another dimension.
 
     zeros(1, h.size(0), 8)   ->   zeros(1, x.size(0), 8), x a leaf
     h: [1, num_nodes, 8]     ->   rows = h.movedim(1, 0); h = rows.movedim(0, 1)
     """
+    values = run.values
     leaves = [n for n in graph.nodes if n.op == "placeholder" and n.name in values]
     of_nodes = [n for n, kind in zip(leaves, inputs.kinds, strict=True) if kind is Kind.NODE]
     leaf = next((one for one in of_nodes if one.users), None)
     known = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    has_changed = False
     for node in known:
         if FREE in node.meta or any(FREE in user.meta for one in node.users for user in one.users):
             continue  # done before
         value, source = values.get(node.name), size_asked(node)
         asked = None if source is None else values.get(source.name)
         if leaf is not None and asked is not None and source not in leaves:
-            is_fixed = not any(size in sample.row_kinds for size in asked.row_shape)
+            is_fixed = not any(size in run.sample.row_kinds for size in asked.row_shape)
             if asked.kind is Kind.NODE and is_fixed:
-                _ask_leaf(graph, node, leaf, asked.row_shape)
-                has_changed = True
+                _ask_leaf(graph, node, leaf, asked.row_shape, run)
         elif value is not None and value.nodes_in is not None and node.op != "get_attr":
-            with graph.inserting_after(node):
-                rows = graph.call_method("movedim", (node, value.nodes_in, 0))
-            with graph.inserting_after(rows):
-                back = graph.call_method("movedim", (rows, 0, value.nodes_in))
+            with graph.inserting_before(node.next):
+                rows = _call(graph, run, torch.movedim, node, value.nodes_in, 0)
+                back = _call(graph, run, torch.movedim, rows, 0, value.nodes_in)
             back.meta[FREE] = True
             for user in [one for one in node.users if one is not rows]:
                 user.replace_input_with(node, back)
-            has_changed = True
-    return has_changed
 
 
-def _ask_leaf(graph: fx.Graph, node: fx.Node, leaf: fx.Node, row_shape: tuple[int, ...]) -> None:
+def _ask_leaf(
+    graph: fx.Graph, node: fx.Node, leaf: fx.Node, row_shape: tuple[int, ...], run: SampleRun
+) -> None:
     """Take the sizes that `node` asks for from `leaf`, which every stage has."""
     dim = dim_asked(node)
     with graph.inserting_before(node):
-        new = graph.call_function(shape_like, (leaf, row_shape))
-        mark(new)
+        new = _call(graph, run, shape_like, leaf, row_shape)
         if dim is not None:
-            new = graph.call_function(operator.getitem, (new, dim))
-            mark(new)
+            new = _call(graph, run, operator.getitem, new, dim)
     node.replace_all_uses_with(new)
     graph.erase_node(node)

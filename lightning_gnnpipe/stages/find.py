@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import fx, nn
 from torch_geometric.nn import MessagePassing
+from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
 from lightning_gnnpipe._compat_torch import compiled_calls, without_compile
 from lightning_gnnpipe.calls import Call
@@ -45,6 +46,23 @@ def contains_passing(module: nn.Module) -> bool:
 def calls_passing(node: fx.Node, root: nn.Module) -> bool:
     """Whether `node` calls a module with message passing; targets are looked up in `root`."""
     return node.op == "call_module" and contains_passing(root.get_submodule(str(node.target)))
+
+
+def is_traced_through(module: nn.Module) -> bool:
+    """Whether the forward of `module` is traced; if not, the module is a leaf.
+
+    Leaves: message-passing layers, modules without any, PyG's reversible blocks (inspect shapes).
+    """
+    is_called = isinstance(module, MessagePassing | InvertibleModule)
+    return contains_passing(module) and not is_called
+
+
+def owners_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules whose parameters and buffers forward itself may read, with their names."""
+    tables = (nn.Embedding, nn.ParameterList, nn.ParameterDict)
+    for name, one in module.named_modules():
+        if is_traced_through(one) or isinstance(one, tables):
+            yield name, one
 
 
 def _is_layer(module: nn.Module) -> bool:

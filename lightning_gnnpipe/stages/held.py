@@ -16,9 +16,9 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
-from lightning_gnnpipe.calls import Call, count_nodes, find_edge_sets
+from lightning_gnnpipe.calls import Call, EdgeSets, count_nodes, find_edge_sets
 from lightning_gnnpipe.errors import GNNPipeError
-from lightning_gnnpipe.stages.tracer import owners_of
+from lightning_gnnpipe.stages.find import owners_of
 
 _MOST = 32  # forms of calls to remember
 
@@ -59,8 +59,8 @@ class HeldTensors:
             lowest = 1 + max((int(one.max()) for one in ends if one.numel()), default=-1)
             likely = (size for size in rows.values() if size >= lowest and size not in sets.sizes)
             num_nodes = next(likely, -1)
-        counted = {num_nodes, *sets.sizes}
-        return (*edges, *(name for name, size in rows.items() if size in counted)), num_nodes
+        own = [n for n, size in rows.items() if size == num_nodes or _has_edges(n, size, sets)]
+        return (*edges, *own), num_nodes
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters and buffers that code of forward itself may read."""
@@ -69,6 +69,14 @@ class HeldTensors:
             for name, one in chain(*named):
                 if one.dim() and one.layout is torch.strided and one not in self.left_out:
                     yield f"{prefix}.{name}".removeprefix("."), one
+
+
+def _has_edges(name: str, size: int, sets: EdgeSets) -> bool:
+    """Whether a tensor of `size` rows belongs to one edge set, and it is clear to which one."""
+    try:
+        return sets.owner(name, size) >= 0
+    except GNNPipeError:
+        return False
 
 
 def _is_edges(name: str, value: Tensor) -> bool:

@@ -31,8 +31,8 @@ from lightning_gnnpipe.stages.segments import (
     find_sources,
     is_inplace,
 )
-from lightning_gnnpipe.stages.shapes import is_of_shapes
-from lightning_gnnpipe.stages.tracer import is_named_random, line_of_node, root_of, strip_root
+from lightning_gnnpipe.stages.shapes import is_of_shapes, line_of_node
+from lightning_gnnpipe.stages.trace import is_named_random, root_of, strip_root
 from lightning_gnnpipe.stages.values import Value
 from lightning_gnnpipe.user_code import at
 

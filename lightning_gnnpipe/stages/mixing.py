@@ -17,8 +17,7 @@ from lightning_gnnpipe.calls import Kind
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import assemble, turn_edges
 from lightning_gnnpipe.stages.find import LAYER
-from lightning_gnnpipe.stages.shapes import is_of_shapes
-from lightning_gnnpipe.stages.tracer import line_of_node
+from lightning_gnnpipe.stages.shapes import is_of_shapes, line_of_node
 from lightning_gnnpipe.stages.values import SIZES, Value
 from lightning_gnnpipe.user_code import at
 

@@ -10,22 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from lightning_gnnpipe.calls import Call, Inputs, Kind
-from lightning_gnnpipe.stages.attributes import undisturbed
+from lightning_gnnpipe.calls import Kind
 from lightning_gnnpipe.stages.find import contains_passing
 from lightning_gnnpipe.stages.layers import Layers
-from lightning_gnnpipe.stages.segments import (
-    Effects,
-    Segment,
-    find_sources,
-    learn_effects,
-    part_of,
-    without,
-)
-from lightning_gnnpipe.stages.values import Sample, draw_sample
+from lightning_gnnpipe.stages.segments import Segment, find_sources, part_of, without
+from lightning_gnnpipe.stages.trace import is_named_random
+from lightning_gnnpipe.stages.values import SampleRun
 from lightning_gnnpipe.types import RepeatOption
 
 # Weights that may be used to spare one byte of a row. A weight takes two operations per row forward
@@ -33,39 +25,24 @@ from lightning_gnnpipe.types import RepeatOption
 # operations for each byte that is not sent. A CPU core makes as many while a link of 1 Gbit/s sends
 # a byte, a GPU while one of 100 Gbit/s does.
 _MOST_WEIGHTS_PER_BYTE = 128
-_ROUNDING = 1e-3  # relative to the norm; loose, so that all ranks decide alike
 
 
-def find_repeatable(
-    layers: Layers, module: nn.Module, call: Call, inputs: Inputs, served: Collection[nn.Module]
-) -> Layers:
+def find_repeatable(layers: Layers, run: SampleRun, served: Collection[nn.Module]) -> Layers:
     """Return `layers` with `repeatable` set; segments no longer pass these values on.
 
     A repeatable value crosses a cut. One segment computes it from leaves, through tensors with the
     same rows, without message passing, modules in `served`, or changes of buffers. No other node
-    overwrites its sources or draws random numbers before it. On a sample, its part of the segment
-    gives the same values when run alone.
+    overwrites its sources or draws random numbers before it. `run`: of the traced graph.
     """
     special = {id(m) for m in served}
-    found = {
-        name: segment
+    repeatable = {
+        name: segment.index
         for segment in layers.segments[:-1]
         for name, end in segment.ends.items()
-        if end.op != "placeholder" and _is_of_rows(name, segment, layers, special)
+        if end.op != "placeholder"
+        and _is_of_rows(name, segment, layers, special)
+        and _is_undisturbed(segment, {node.name for node in find_sources([end])}, run)
     }
-    if not found:
-        return layers
-    nodes = {name: find_sources([segment.ends[name]]) for name, segment in found.items()}
-    watched = {node.name for sources in nodes.values() for node in sources}
-    sample = draw_sample(module, call, inputs)  # the first one may have been overwritten
-    with undisturbed(module), torch.enable_grad():
-        effects = learn_effects(layers.segments, sample, watched)
-        repeatable = {
-            name: segment.index
-            for name, segment in found.items()
-            if _is_undisturbed(segment, {node.name for node in nodes[name]}, effects)
-            and _is_same(part_of(segment, [name]), sample, effects.results[name])
-        }
     # Nothing overwrites these values, so that segments need not pass them on.
     segments = tuple(
         without(s, {name for name, source in repeatable.items() if source < s.index})
@@ -108,21 +85,17 @@ def _is_plain(segment: Segment, node: fx.Node, special: Collection[int]) -> bool
     )
 
 
-def _is_undisturbed(segment: Segment, sources: set[str], effects: Effects) -> bool:
+def _is_undisturbed(segment: Segment, sources: set[str], run: SampleRun) -> bool:
     """Whether the nodes `sources` of `segment` compute the same without its other nodes."""
-    is_own = all(effects.writers[name] <= sources for name in sources)
-    drawing = [n.name in sources for n in segment.module.graph.nodes if n.name in effects.draws]
+    is_own = all(run.writers[name] <= sources for name in sources)
+    nodes = segment.module.graph.nodes
+    drawing = [
+        node.name in sources
+        for node in nodes
+        if node.name in run.draws or is_named_random(node, segment.module)
+    ]
     is_first = drawing == sorted(drawing, reverse=True)  # none draws behind another node
-    return is_own and effects.changers.isdisjoint(sources) and is_first
-
-
-def _is_same(part: Segment, sample: Sample, given: Tensor) -> bool:
-    """Whether a part of a segment computes the segment's value `given` from the same seed."""
-    leaves = [sample.leaves[int(name.removeprefix("leaf_"))] for name in part.inputs]
-    torch.manual_seed(part.index)
-    [found] = part.module(*(leaf.clone() for leaf in leaves))
-    difference = (found.double() - given.double()).norm()
-    return bool(difference <= _ROUNDING * given.double().norm())
+    return is_own and run.changers.isdisjoint(sources) and is_first
 
 
 def choose_repeated(

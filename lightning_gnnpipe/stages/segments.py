@@ -1,19 +1,16 @@
-"""Segments of a traced graph as modules, and their side effects, observed on a sample."""
+"""Segments of a traced graph as modules."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch_geometric.nn import MessagePassing
 
-from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.stages.find import contains_passing
-from lightning_gnnpipe.stages.tracer import is_named_random, is_named_write
-from lightning_gnnpipe.stages.values import Sample
+from lightning_gnnpipe.stages.shapes import is_named_write
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,59 +122,3 @@ def is_inplace(node: fx.Node, root: nn.Module) -> bool:
         is_unknown = contains_passing(layer) and not isinstance(layer, MessagePassing)
         return is_unknown or any(getattr(m, "inplace", False) is True for m in layer.modules())
     return is_named_write(node)
-
-
-@dataclass(slots=True)
-class Effects:
-    """Side effects of nodes, by name; some nodes are watched."""
-
-    draws: set[str] = field(default_factory=set)  # random numbers, or would with dropout
-    writers: dict[str, set[str]] = field(default_factory=dict)  # overwrite a watched node's result
-    changers: set[str] = field(default_factory=set)  # watched ones that change a buffer
-    results: dict[str, Tensor] = field(default_factory=dict)  # of watched ones, after all segments
-
-
-def learn_effects(segments: Sequence[Segment], sample: Sample, watched: Collection[str]) -> Effects:
-    """Run `segments` on `sample`, each seeded with its number; return the nodes' side effects."""
-    effects = Effects(writers={name: set() for name in watched})
-    values = {f"leaf_{i}": leaf.clone() for i, leaf in enumerate(sample.leaves)}
-    for segment in segments:
-        torch.manual_seed(segment.index)
-        watcher = _Watcher(segment.module, effects, sample.edge_index.device)
-        outputs = watcher.run(*(values[name] for name in segment.inputs))
-        values |= dict(zip(segment.outputs, outputs, strict=True))
-    return effects
-
-
-class _Watcher(fx.Interpreter):
-    """Runs a segment; compares random states, tensors and buffers before and after each node."""
-
-    def __init__(self, module: fx.GraphModule, effects: Effects, device: torch.device) -> None:
-        super().__init__(module)
-        self._effects, self._device = effects, device
-
-    def run_node(self, n: fx.Node) -> Any:
-        effects = self._effects
-        is_watched = n.op == "call_module" and n.name in effects.writers
-        buffers = list(self.submodules[str(n.target)].buffers()) if is_watched else []
-        before = [buffer.clone() for buffer in buffers]
-        numbers = _random_states(self._device)
-        versions = {name: version_of(tensor) for name, tensor in effects.results.items()}
-        result = super().run_node(n)
-        if numbers != _random_states(self._device) or is_named_random(n, self.module):
-            effects.draws.add(n.name)
-        for name, version in versions.items():
-            if version_of(effects.results[name]) != version:
-                effects.writers[name].add(n.name)
-        if any(not torch.equal(old, new) for old, new in zip(before, buffers, strict=True)):
-            effects.changers.add(n.name)
-        if n.name in effects.writers and isinstance(result, Tensor):
-            effects.results[n.name] = result
-        return result
-
-
-def _random_states(device: torch.device) -> list[bytes]:
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return [state.numpy().tobytes() for state in states]

@@ -4,34 +4,30 @@
     if x.size(0) > 1000: h = self.deep(h)             rows: refused
     if h.max() > 1: h = h / 2                         values: refused
 
-A trace that meets a question without an answer ends with `UnansweredError`. The graph so far runs
-on a sample, which answers all questions about shapes in it, and the forward is traced again.
+Each node runs on two samples as it is traced: sizes that are equal in both are widths.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.user_code import at
 
 _SIZES = {"shape", "size", "numel", "nelement"}
 _FACTS = _SIZES | {"ndim", "dim", "ndimension", "dtype", "device", "layout", "requires_grad"}
 _FACTS |= {"is_cuda", "is_cpu", "is_sparse", "is_floating_point", "is_complex", "element_size"}
 _FACTS |= {"shape_like"}
-_OF_SHAPES = "is_of_shapes"
+_INPLACE_FUNCTIONS = {operator.iadd, operator.imul, operator.isub, operator.itruediv}
+ANSWER = "answer"  # mark of a node that depends on shapes only
+LINE = "line"  # mark: the line of the user's code that made a node
 UNKNOWN = "unknown"  # sizes that depend on the graph, and are none of its numbers of rows
-
-
-class UnansweredError(BaseException):
-    """A trace needs an answer; no `Exception`, which forward may catch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +50,14 @@ class Answer:
         return UNKNOWN not in (self.rows if isinstance(self.rows, tuple) else (self.rows,))
 
 
-@dataclass(slots=True)
-class Questions:
-    """What a forward asks of shapes.
-
-    `learn` answers all questions in a graph, by node name; it gets the root of its targets as well.
-    """
-
-    learn: Callable[[fx.Graph, nn.Module], dict[str, Answer]] = lambda graph, root: {}
-    answers: dict[str, Answer] = field(default_factory=dict)
-
-
-def mark(node: fx.Node) -> None:
-    """Note in `node` whether it depends on shapes only; its sources must be marked."""
-    is_call, sources = node.op in ("call_function", "call_method"), node.all_input_nodes
-    is_derived = bool(sources) and all(map(is_of_shapes, sources))
-    node.meta[_OF_SHAPES] = is_call and (is_derived or _fact_of(node) is not None)
-
-
 def is_of_shapes(node: fx.Node) -> bool:
     """Whether `node` depends on shapes, dtypes and devices of tensors only."""
-    return bool(node.meta.get(_OF_SHAPES))
+    return ANSWER in node.meta
+
+
+def line_of_node(node: fx.Node) -> str:
+    """Return the line of the user's code that made `node`; empty if unknown."""
+    return str(node.meta.get(LINE, ""))
 
 
 def _fact_of(node: fx.Node) -> str | None:
@@ -88,60 +71,37 @@ def _fact_of(node: fx.Node) -> str | None:
     return name if name in _FACTS and is_of_one else None
 
 
-class Facts:
-    """Answers the questions about shapes in a graph, from runs of it on two samples.
+def answer_to(node: fx.Node, result: Any, rows_of: Callable[[fx.Node], Any]) -> Answer | None:
+    """Return `result` as an answer; None if `node` depends on more than shapes.
 
-    `count` maps a size to its size in the whole graph and what it counts, or to None. `other`: the
-    facts of the other sample; sizes that differ are no widths.
+    `rows_of` returns what the sizes of a tensor count, see `Answer.rows`.
     """
+    fact, sources = _fact_of(node), node.all_input_nodes
+    if fact in _SIZES:
+        shape, dim = Answer(result, rows_of(sources[0])), dim_asked(node)
+        if fact in ("numel", "nelement"):
+            rows = ("several" if shape.is_known else UNKNOWN) if shape.is_of_rows else None
+            return Answer(result, rows)
+        return shape if dim is None else Answer(result, _at(shape.rows, dim))
+    if fact is not None:
+        return Answer(result)
+    is_call = node.op in ("call_function", "call_method")
+    if not is_call or not sources or not all(map(is_of_shapes, sources)):
+        return None
+    found = [cast(Answer, one.meta[ANSWER]) for one in sources]
+    if not any(one.is_of_rows for one in found):
+        return Answer(result)
+    if node.target is operator.getitem and len(found) == 1:
+        return Answer(result, _at(found[0].rows, node.args[1]))
+    if not all(one.is_known for one in found):
+        return Answer(result, UNKNOWN)
+    is_compared = node.target in (operator.eq, operator.ne) and len(found) == 2
+    is_alike = is_compared and found[0].rows == found[1].rows
+    return Answer(result, None if is_alike else "several")
 
-    def __init__(
-        self, count: Callable[[int], tuple[int, Any] | None], other: Facts | None = None
-    ) -> None:
-        self._count, self._other = count, other
-        self._shapes: dict[str, Answer] = {}
-        self.answers: dict[str, Answer] = {}
 
-    def note(self, node: fx.Node, result: Any) -> None:
-        """Note the `result` of `node`; nodes come in the order of the graph."""
-        if isinstance(result, Tensor):
-            counted = [self._count(size) or (size, None) for size in result.shape]
-            if self._other is not None:
-                sizes = self._other._shapes[node.name].value
-                counted = [
-                    (size, UNKNOWN if rows is None and size != other else rows)
-                    for (size, rows), other in zip(counted, sizes, strict=True)
-                ]
-            sizes = torch.Size([size for size, _ in counted])
-            self._shapes[node.name] = Answer(sizes, tuple(rows for _, rows in counted))
-        if not is_of_shapes(node):
-            return
-        fact, sources = _fact_of(node), node.all_input_nodes
-        if fact in _SIZES and sources[0].name in self._shapes:
-            self.answers[node.name] = _size(node, fact, self._shapes[sources[0].name])
-        elif fact is not None:
-            self.answers[node.name] = Answer(result)
-        elif all(one.name in self.answers for one in sources):
-            self.answers[node.name] = self._derive(node)
-
-    def _derive(self, node: fx.Node) -> Answer:
-        found = [self.answers[one.name] for one in node.all_input_nodes]
-        args, kwargs = cast(
-            Any, fx.node.map_arg((node.args, node.kwargs), lambda n: self.answers[n.name].value)
-        )
-        if node.op == "call_method":
-            value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        else:
-            value = cast(Any, node.target)(*args, **kwargs)
-        if not any(one.is_of_rows for one in found):
-            return Answer(value)
-        if node.target is operator.getitem and isinstance(found[0].rows, tuple) and len(found) == 1:
-            return Answer(value, found[0].rows[args[1]])
-        if not all(one.is_known for one in found):
-            return Answer(value, UNKNOWN)
-        is_compared = node.target in (operator.eq, operator.ne) and len(found) == 2
-        is_alike = is_compared and found[0].rows == found[1].rows
-        return Answer(value, None if is_alike else "several")
+def _at(rows: Any, place: Any) -> Any:
+    return rows[place] if isinstance(rows, tuple) else rows
 
 
 def size_asked(node: fx.Node) -> fx.Node | None:
@@ -167,33 +127,37 @@ def with_rows(tensor: Tensor, key: Any, value: Any) -> Tensor:
     return copy
 
 
-def is_shared(
-    node: fx.Node, env: Mapping[fx.Node, Any], outside: Iterable[Tensor], done: Iterable[fx.Node]
-) -> bool:
-    """Whether `node` writes rows of a tensor whose memory a tensor shares that is read later.
+def is_named_write(node: fx.Node) -> bool:
+    """Whether the name of a function or method suggests that it overwrites its operand."""
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return (
+        node.kwargs.get("inplace") is True
+        or node.target in _INPLACE_FUNCTIONS
+        or (name.endswith("_") and not name.endswith("__"))
+    )
 
-    `env`: results of the nodes `done`. `outside`: leaves, parameters and buffers.
+
+def refuse_shared_writes(graph: fx.Graph, env: Mapping[fx.Node, Any], outside: Any) -> None:
+    """Refuse writes to rows of a tensor whose memory another one shares that is read later.
+
+    `env`: results of nodes. `outside`: leaves, parameters and buffers.
     """
-    written = cast(fx.Node, node.args[0])
-    later = [env[n] for n in env if n is not written and n.users.keys() - {*done}]
-    place = _place(env[written])
-    return place != 0 and place in map(_place, (*later, *outside))
+    done = set[fx.Node]()
+    for node in graph.nodes:
+        done.add(node)
+        if node.target is with_rows:
+            written = cast(fx.Node, node.args[0])
+            later = (n for n in done if n is not written and n.users.keys() - done)
+            place = place_of(env[written])
+            if place != 0 and place in map(place_of, (*(env[n] for n in later), *outside)):
+                line = at(line_of_node(node))
+                raise refuse_write(f"rows of a tensor that shares memory{line}")
 
 
-def _place(value: Any) -> int:
+def place_of(value: Any) -> int:
     """Return the address of a tensor's memory; 0 if it has none."""
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided
     return value.untyped_storage().data_ptr() if is_dense else 0
-
-
-@contextmanager
-def refusing_writes(leaves: Sequence[Tensor], names: Sequence[str]) -> Iterator[None]:
-    """Refuse writes within the block to leaves that are no arguments."""
-    before = list(map(version_of, leaves))
-    yield
-    for leaf, name, version in zip(leaves, names, before, strict=False):
-        if name.startswith("module.") and version_of(leaf) != version:
-            raise refuse_write(f"'{name}', which is no argument")
 
 
 def refuse_write(found: str) -> UnsupportedError:
@@ -206,17 +170,10 @@ def refuse_write(found: str) -> UnsupportedError:
     )
 
 
-def _size(node: fx.Node, fact: str, shape: Answer) -> Answer:
-    """Return the answer to `fact`, a question about the sizes of a tensor of this `shape`."""
-    if fact in ("numel", "nelement"):
-        rows = ("several" if shape.is_known else UNKNOWN) if shape.is_of_rows else None
-        return Answer(shape.value.numel(), rows)
-    dim = dim_asked(node)
-    return shape if dim is None else Answer(shape.value[dim], shape.rows[dim])
-
-
 class Shaped(fx.Proxy):
     """A tensor or a size of a trace, of which Python may ask what depends on shapes only."""
+
+    __array_ufunc__ = None  # np.float64(2) * h is h.__rmul__
 
     def __getattr__(self, k: str) -> Any:
         if k == "data" and self._is_leaf:  # writes to it are counted
@@ -242,23 +199,19 @@ class Shaped(fx.Proxy):
         return float(self._ask())
 
     def __len__(self) -> int:
-        found = self._answer()
+        found = self.node.meta.get(ANSWER)
         return super().__len__() if found is None else len(found.value)
 
     def __format__(self, spec: str) -> str:
-        found = self._answer()
-        return repr(self) if found is None else format(found.value, spec)
+        found = self.node.meta.get(ANSWER)
+        is_fixed = found is not None and not found.is_of_rows
+        return format(found.value, spec) if is_fixed else repr(self)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if self._is_leaf:
             raise TypeError("'Proxy' object does not support item assignment")
         made = self.tracer.create_proxy("call_function", with_rows, (self, key, value), {})
         self.node = made.node  # from here on the name stands for the new tensor
-
-    def _answer(self) -> Answer | None:
-        """Return the answer to this question about shapes; None if it is none, or has none."""
-        found = cast(Any, self.tracer).answer(self.node) if is_of_shapes(self.node) else None
-        return found if found is not None and found.is_known else None
 
     def _ask(self) -> Any:
         return cast(Any, self.tracer).ask(self)

@@ -16,7 +16,7 @@ from torch import fx, nn
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.stages.layers import Layers
 from lightning_gnnpipe.stages.segments import Segment, leaves_of, part_of
-from lightning_gnnpipe.stages.tracer import strip_root
+from lightning_gnnpipe.stages.trace import strip_root
 from lightning_gnnpipe.stages.values import Value
 
 

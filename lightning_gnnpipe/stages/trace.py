@@ -2,63 +2,91 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Hashable, Iterator
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from threading import get_ident
-from typing import Any
+from operator import attrgetter
+from typing import Any, cast
 
 import numpy as np
 import torch
+import torch_geometric.nn.conv.gcn_conv
+import torch_geometric.nn.pool.glob
+import torch_geometric.utils
 from torch import fx, nn
 from torch.utils.checkpoint import CheckpointFunction
-from torch_geometric.nn import Aggregation, DeepGCNLayer
+from torch_geometric.data import Data
+from torch_geometric.nn import (
+    Aggregation,
+    DeepGCNLayer,
+    HANConv,
+    HGTConv,
+    MessagePassing,
+    RGCNConv,
+)
 
-from lightning_gnnpipe._compat_torch import tracing_compiled
-from lightning_gnnpipe.calls import Call
+from lightning_gnnpipe._compat_torch import search_in, tracing_compiled
+from lightning_gnnpipe.calls import Call, DataView
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.passing import replace_attributes
+from lightning_gnnpipe.passing import is_matrix, replace_attributes
 from lightning_gnnpipe.stages.attributes import (
     Snapshot,
     holds_proxy,
+    random_states,
     refusing_progress,
+    restore_buffers,
     restored_on_errors,
 )
-from lightning_gnnpipe.stages.shapes import (
-    UNKNOWN,
-    Answer,
-    Questions,
-    UnansweredError,
-    is_of_shapes,
+from lightning_gnnpipe.stages.find import (
+    contains_passing,
+    is_library,
+    is_listed,
+    is_traced_through,
+    listed_parts,
+    run_listed,
 )
-from lightning_gnnpipe.stages.tracer import Caller, Tracer
-from lightning_gnnpipe.user_code import untraceable
+from lightning_gnnpipe.stages.shapes import ANSWER, LINE, Shaped, is_of_shapes
+from lightning_gnnpipe.stages.values import SampleRun, is_product, is_transpose
+from lightning_gnnpipe.user_code import at, line_here, untraceable, user_modules
+
+_RANDOM = re.compile("dropout|bernoulli|rand|normal(?!i[sz])|uniform|multinomial|poisson|sampling")
+ROOT = "module"
+NUM_GRAPHS = "leaf_num_graphs"  # placeholder for the number of graphs, in a batch of graphs
+
+_nn, _utils = torch_geometric.nn, torch_geometric.utils
+_POOLS = (_nn.global_add_pool, _nn.global_max_pool, _nn.global_mean_pool)
+_SEARCHED = (_nn, _nn.pool, _nn.pool.glob, _utils)
 
 
 def trace(
     module: nn.Module,
     call: Call,
-    questions: Questions | None = None,
+    run: SampleRun,
     *,
     is_grad_enabled: bool = True,
 ) -> fx.Graph:
     """Return the graph of the method that is called.
 
     Placeholders `leaf_0`, `leaf_1`, ... are the leaves, `leaf_num_graphs` is the number of graphs.
-    Targets begin with "module.". Values other than tensors are baked in: see `Guard`.
+    Targets begin with "module.". Values other than tensors are baked in: see `Guard`. `run` has
+    values of all nodes.
     `is_grad_enabled`: autograd mode of the user's call.
     """
-    numbers, questions = random_states(), questions or Questions()
+    numbers = random_states()
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     with (
-        refusing_progress(module),
+        ExitStack() as stack,
+        refusing_progress(module, lambda: run.is_running),
         torch.set_grad_enabled(is_grad_enabled),
         restored_on_errors(module) as before,
     ):
-        graph = _trace_once(module, call, questions)
+        stack.callback(restore_buffers, module, buffers)
+        graph = _trace_once(module, call, run)
         changed = before.changed()
         if changed and not holds_proxy(changed):  # it may compute them once
             first = Snapshot(module)
-            graph = _trace_once(module, call, questions)
+            graph = _trace_once(module, call, run)
             changed = first.changed()
         if changed:
             raise UnsupportedError(
@@ -77,22 +105,20 @@ def trace(
     return graph
 
 
-def _trace_once(module: nn.Module, call: Call, questions: Questions) -> fx.Graph:
-    caller, tracer = Caller(module, call), Tracer(module, questions, call)
+def _trace_once(module: nn.Module, call: Call, run: SampleRun) -> fx.Graph:
+    caller, tracer = Caller(module, call), Tracer(module, call, run)
+    run.begin(caller)
     try:
         with restored_on_errors(module), traceable(module):
             graph = tracer.trace(caller)
-    except UnansweredError as asked:
-        tracer.graph.output(())
-        tracer.use_leaves()
-        found = questions.learn(tracer.graph, caller)
-        questions.answers |= {str(asked): Answer(None, UNKNOWN)} | found
-        return _trace_once(module, call, questions)
+            tracer.use_leaves()
     except Exception as error:
         if isinstance(error, UnsupportedError) or tracer.refusal is not None:
             raise (tracer.refusal or error) from None
         raise untraceable(_name_of(module, call), error) from None  # torch.fx's words
-    tracer.use_leaves()
+    if tracer.refusal is not None:  # forward has caught it
+        raise tracer.refusal
+    run.check_writes(graph)
     for node in reversed(graph.nodes):  # questions keep no tensor alive
         if is_of_shapes(node) and not node.users:
             graph.erase_node(node)
@@ -103,19 +129,13 @@ def _name_of(module: nn.Module, call: Call) -> str:
     return f"{call.method} of {type(module).__name__}"
 
 
-def random_states() -> Hashable:
-    """Return the states of Python's, NumPy's and torch's random numbers."""
-    return random.getstate(), repr(np.random.get_state()), torch.get_rng_state().numpy().tobytes()
-
-
 @contextmanager
 def traceable(module: nn.Module) -> Iterator[None]:
     """Let torch.fx trace aggregations, DeepGCNLayer and compiled code in the block."""
-    kind, thread = Aggregation, get_ident()
-    original = kind.__call__
+    kind, original = Aggregation, Aggregation.__call__
 
     def call(self: Aggregation, *args: Any, **kwargs: Any) -> Any:
-        is_traced = get_ident() == thread
+        is_traced = _has_proxies((*args, *kwargs.values()))
         return (nn.Module.__call__ if is_traced else original)(self, *args, **kwargs)
 
     with ExitStack() as stack:
@@ -132,12 +152,11 @@ def traceable(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def _tracing_functions() -> Iterator[None]:
     """Trace through activation checkpoints, and refuse other autograd functions, by their names."""
-    function, thread = torch.autograd.Function, get_ident()
+    function = torch.autograd.Function
     own = vars(function)["apply"]
 
     def apply(kind: type, *args: Any) -> Any:
-        has_proxies = any(isinstance(one, fx.Proxy) for one in args)
-        if get_ident() != thread or not has_proxies:
+        if not _has_proxies(args):
             return own.__get__(None, kind)(*args)
         if kind is CheckpointFunction:
             return args[0](*args[2:])
@@ -153,3 +172,213 @@ def _tracing_functions() -> Iterator[None]:
         yield
     finally:
         function.apply = own  # type: ignore[method-assign]
+
+
+def _has_proxies(values: Iterable[Any]) -> bool:
+    return any(isinstance(one, fx.Proxy) for one in values)
+
+
+class Caller(nn.Module):
+    """Calls the user's module with its tensors as a flat list."""
+
+    def __init__(self, module: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.add_module(ROOT, module)
+        self._call = call
+
+    def forward(self, *leaves: Any) -> Any:
+        count = leaves[-1] if self._call.has_graphs else None
+        module = getattr(self, ROOT)
+        run = run_listed if is_listed(module) else Call.run
+        return run(self._call, module, leaves, count)
+
+
+class Tracer(fx.Tracer):
+    """Traces through modules that contain message passing; all other modules are leaves."""
+
+    proxy_buffer_attributes = True  # each step recomputes values derived from buffers
+
+    def __init__(self, module: nn.Module, call: Call, run: SampleRun) -> None:
+        self._call, self._run = call, run
+        self.refusal: UnsupportedError | None = None  # torch may replace it by an error of its own
+        functions = filter(callable, (getattr(_utils, name) for name in _utils.__all__))
+        listed = self._listed = listed_parts(module)
+        self._traced = {
+            id(m) for m in module.modules() if is_traced_through(m) and id(m) not in listed
+        }
+        super().__init__(autowrap_functions=(*functions, *_POOLS, _nn.conv.gcn_conv.gcn_norm))
+        self._contexts = _contexts()
+        passing = [m for m in module.modules() if contains_passing(m) or not is_library(m)]
+        own = (sys.modules[type(m).__module__] for m in passing)
+        search_in(self, {*_SEARCHED, *user_modules(), *own})
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return id(m) not in self._traced
+
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        if _contexts() != self._contexts:
+            raise UnsupportedError(
+                expected="forward to call all layers in one mode of autograd and of autocast",
+                found="torch.no_grad(), torch.enable_grad() or torch.autocast(...) in it",
+                remedy="Instead of no_grad(), call detach() on results or "
+                "requires_grad_(False) on layers. Move code in another precision into a "
+                "submodule without message passing.",
+            )
+        node = super().create_node(kind, target, *args, **kwargs)
+        node.meta[LINE] = line_here()
+        try:
+            self._run.run(node)
+        except UnsupportedError as error:
+            self.refusal = error
+            raise
+        return node
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return Shaped(node, self)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        return bool(self.ask(obj))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        if not is_of_shapes(obj.node):
+            return super().iter(obj)
+        return iter([cast(Any, obj)[i] for i in range(len(obj.node.meta[ANSWER].value))])
+
+    def ask(self, proxy: fx.Proxy) -> Any:
+        """Return the value of `proxy`; refuse values of tensors, and numbers of rows."""
+        found = proxy.node.meta.get(ANSWER)
+        if found is None:
+            raise fx.proxy.TraceError("control flow")
+        if found.is_of_rows:
+            self.refusal = UnsupportedError(
+                f"Forward uses a number of nodes or edges as a Python number{at(line_here())}.\n"
+                "Each chunk has other numbers than the graph.\n"
+                "Make tensors by x.new_zeros(x.size(0), 8) or torch.ones_like(x), and "
+                "decide on sizes in training_step."
+            )
+            raise self.refusal
+        return found.value
+
+    def create_arg(self, a: Any) -> Any:
+        is_constant = isinstance(a, torch.Tensor) and not isinstance(a, nn.Parameter)
+        if isinstance(a, np.generic):
+            a = a.item()
+        if (is_constant or is_matrix(a)) and not any(a is one for one in self.root.buffers()):
+            raise _refuse_constant(self.root, a)
+        return super().create_arg(a)
+
+    def use_leaves(self) -> None:
+        """Read parameters and buffers that are leaves of the call as such, as their rows.
+
+        One that only multiplies rows, as in `x @ self.weight`, is whole in each chunk.
+        """
+        slots = {id(self._call.leaves[slot]): slot for slot in self._call.held}
+        leaves = [node for node in self.graph.nodes if node.op == "placeholder"]
+        for node in [node for node in self.graph.nodes if node.op == "get_attr" and slots]:
+            slot = slots.get(id(attrgetter(str(node.target))(self.root)))
+            if slot is None or _is_matrix_of_weights(node):
+                continue
+            rows = leaves[slot]
+            if slot in self._call.weights:  # its rows flow from the stage that reads them first
+                with self.graph.inserting_before(node):
+                    rows = self.graph.call_function(torch.positive, (rows,))
+            node.replace_all_uses_with(rows)
+            self.graph.erase_node(node)
+        if slots:
+            self._run.again(self.graph)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if self._run.is_running:
+            return attr_val
+        if isinstance(attr_val, torch.Tensor) and not isinstance(attr_val, nn.Parameter):
+            for name, tensor in self.root.named_parameters():  # plain ones in functional_call
+                if tensor is attr_val:
+                    return self.create_proxy("get_attr", name, (), {})
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        if self._run.is_running:
+            return forward(*args, **kwargs)
+        if isinstance(m, RGCNConv) and args and args[0] is None:
+            raise UnsupportedError(
+                f"An RGCNConv has no features (None){at(line_here())}.\nChunks need the numbers of "
+                "their nodes.\nPass torch.arange(num_nodes) to forward, and to the layer, as x."
+            )
+        given = (*args, *kwargs.values())
+        takes_parts = any(isinstance(one, DataView) for one in given)
+        if takes_parts and not is_library(m) and not isinstance(m, MessagePassing):
+            self._traced |= {id(m)} - self._listed  # it takes tensors out of the graph
+        result = super().call_module(m, forward, args, kwargs)
+        # The output keys of a layer for heterogeneous graphs.
+        types = list(m.node_types) if isinstance(m, HGTConv) else []
+        types = list(m.metadata[0]) if isinstance(m, HANConv) else types
+        if len(types) == 1 and len(args) + len(kwargs) == 2:  # a dict, so that items() works
+            return {types[0]: result[types[0]]}
+        return result
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        names = [f"leaf_{i}" for i in range(len(self._call.leaves))]
+        names += [NUM_GRAPHS] if self._call.has_graphs else []
+        given = [self.create_proxy("placeholder", name, (), {}) for name in names]
+        return type(self.root).forward, [self.root, *given]
+
+
+def is_named_random(node: fx.Node, root: nn.Module | None = None) -> bool:
+    """Whether the name of `node` suggests random numbers; modules are looked up in `root`."""
+    if node.op == "call_module" and root is not None:
+        layers = root.get_submodule(str(node.target)).modules()
+        return any("drop" in type(layer).__name__.lower() for layer in layers)
+    is_function = node.op in ("call_function", "call_method")
+    return is_function and _RANDOM.search(str(node.target).lower()) is not None
+
+
+def _refuse_constant(root: nn.Module, value: Any) -> UnsupportedError:
+    """Return the error for a tensor that forward reads, and that is none of the call or module."""
+    found = next((name for name, one in _plain_tensors(root) if one is value), None)
+    what = "a tensor that is no argument" if found is None else f"'self.{found}', no argument"
+    return UnsupportedError(
+        f"Forward reads {what}, parameter or buffer of its module{at(line_here())}.\n"
+        "Pass it as an argument of forward, or write self.register_buffer('edge_index', "
+        "edge_index) in __init__.\n"
+        "Make new tensors of arguments: x.new_zeros(x.size(0), 8), torch.rand_like(x)."
+    )
+
+
+def _plain_tensors(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of modules, and of graphs that they hold, by name."""
+    for prefix, one in root.named_modules():
+        for key, value in vars(one).items():
+            name = f"{strip_root(prefix)}.{key}".removeprefix(".")
+            yield name, value
+            if isinstance(value, Data):
+                yield from ((f"{name}.{inner}", item) for inner, item in value)
+
+
+def _is_matrix_of_weights(node: fx.Node) -> bool:
+    """Whether all users of a tensor multiply by it from the right, maybe transposed."""
+    return bool(node.users) and all(
+        _is_matrix_of_weights(user) if is_transpose(user) else is_product(user, node)
+        for user in node.users
+    )
+
+
+def _contexts() -> tuple[bool, ...]:
+    """Return the modes of autograd and autocast, which fx does not record."""
+    autocast = (torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+    return torch.is_grad_enabled(), *autocast
+
+
+def root_of(module: nn.Module) -> nn.Module:
+    """Return a module in which the targets of a traced graph can be looked up."""
+    root = nn.Module()
+    root.add_module(ROOT, module)
+    return root
+
+
+def strip_root(target: str) -> str:
+    """Return the name, in the user's module, of a traced module or parameter."""
+    return target.removeprefix(ROOT).removeprefix(".")

@@ -6,30 +6,32 @@ shows what its rows are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnnpipe._compat_pyg import MESH_CNN_CONV
-from lightning_gnnpipe.calls import Call, GraphBatch, Inputs, Kind, draw_graphs
+from lightning_gnnpipe._compat_torch import version_of
+from lightning_gnnpipe.calls import Call, GraphBatch, Inputs, Kind, draw_graphs, is_of_pairs
 from lightning_gnnpipe.errors import UnsupportedError, first_line
 from lightning_gnnpipe.passing import is_matrix
-from lightning_gnnpipe.stages.attributes import undisturbed
+from lightning_gnnpipe.stages.attributes import Snapshot, random_states, undrawn
 from lightning_gnnpipe.stages.shapes import (
+    ANSWER,
     UNKNOWN,
-    Answer,
-    Facts,
-    is_shared,
+    answer_to,
+    is_named_write,
+    line_of_node,
+    place_of,
+    refuse_shared_writes,
     refuse_write,
-    refusing_writes,
-    with_rows,
 )
-from lightning_gnnpipe.stages.tracer import line_of_node, root_of
 from lightning_gnnpipe.user_code import at
 
 _REMEDY_SIZES = (
@@ -47,6 +49,8 @@ _REMEDY_SETS = (
 PARTS = "parts"  # mark of a node whose result is a tuple, see `_parts_of`
 SIZES = "sizes"  # mark of a node whose result is a tensor: its shape in the sample
 LEAF = "leaf"  # mark of a node that returns a leaf as it is, the number of which it is
+_TRANSPOSES = {"t", "transpose"}
+_PRODUCTS = {"matmul": 1, "mm": 1, "linear": 1, "embedding": 1, "addmm": 2}  # place of weights
 SAMPLE_EDGES = 48
 _GROUP = 4  # edges that MeshCNNConv reads together
 
@@ -97,7 +101,6 @@ class Sample:
     edge_sizes: tuple[int, ...]
     graphs: GraphBatch | None = None
     is_whole: bool = False  # it is the whole graph
-    names: tuple[str, ...] = ()  # of the leaves, if some are no arguments
 
     @property
     def arguments(self) -> tuple[Tensor | int, ...]:
@@ -118,6 +121,12 @@ class Sample:
             counted = [one for one in counted[1:] if one[0] != self.num_nodes] + counted[:1]
         sizes = [size for size, _, _ in counted]
         return {size: (kind, n) for size, kind, n in counted if sizes.count(size) == 1}
+
+
+def draw_samples(module: nn.Module, call: Call, inputs: Inputs) -> tuple[Sample, ...]:
+    """Return a sample, and one of fewer edges; of a batch of graphs only one."""
+    nums = (SAMPLE_EDGES, SAMPLE_EDGES // 2)[: 1 if inputs.graphs else 2]
+    return tuple([draw_sample(module, call, inputs, num) for num in nums])
 
 
 def draw_sample(
@@ -166,12 +175,12 @@ def _draw_edges(module: nn.Module, call: Call, inputs: Inputs, num_edges: int) -
         part = local[number] if kind is Kind.EDGE_INDEX else leaf if rows is None else leaf[rows]
         if kind is Kind.WHOLE and leaf.dim() and leaf.dtype in (torch.int64, torch.int32):
             part = leaf % nodes.numel()
-        part = part.clone() if part.is_inference() else part
+        part = part.clone() if part is leaf or part.is_inference() else part
         if rows is not None and part.dtype is torch.bool and not part.any():
             part[::2] = True  # a mask selects some rows
         leaves.append(part.detach().requires_grad_(leaf.requires_grad))
     edge_index = torch.cat(local, dim=1)
-    return _sample(call, inputs, leaves, nodes.numel(), edge_index, tuple(counts))
+    return Sample(tuple(leaves), nodes.numel(), edge_index, tuple(counts))
 
 
 def _without_rows(leaves: Sequence[Tensor], inputs: Inputs) -> tuple[Tensor, ...]:
@@ -182,14 +191,8 @@ def _without_rows(leaves: Sequence[Tensor], inputs: Inputs) -> tuple[Tensor, ...
 def whole_sample(call: Call, inputs: Inputs) -> Sample:
     """Return the whole graph, for modules that fail on a part of it."""
     leaves = tuple(leaf.detach().requires_grad_(leaf.requires_grad) for leaf in call.leaves)
-    sample = _sample(call, inputs, leaves, inputs.num_nodes, inputs.edge_index, inputs.edge_sizes)
-    return replace(sample, is_whole=True)
-
-
-def _sample(
-    call: Call, inputs: Inputs, leaves: Sequence[Tensor], num_nodes: int, edges: Tensor, sizes: Any
-) -> Sample:
-    return Sample(tuple(leaves), num_nodes, edges, sizes, names=call.names if call.held else ())
+    edges, sizes = inputs.edge_index, inputs.edge_sizes
+    return Sample(leaves, inputs.num_nodes, edges, sizes, is_whole=True)
 
 
 def _spaced(edges: Tensor, count: int, group: int) -> Tensor:
@@ -201,28 +204,172 @@ def _spaced(edges: Tensor, count: int, group: int) -> Tensor:
     return (first[:, None] + torch.arange(group, device=first.device)).flatten()
 
 
-def learn_values(
-    graph: fx.Graph, module: nn.Module, sample: Sample, remedy: str = ""
-) -> dict[str, Value]:
-    """Run `graph` on `sample` and return a `Value` for each tensor, by node name."""
-    values, kinds = dict[str, Value](), sample.row_kinds
+class _Run(fx.Interpreter):
+    """Runs single nodes on one sample; `env` keeps their results."""
 
-    def note(node: fx.Node, result: Any) -> None:
+    def __init__(self, root: nn.Module, call: Call, sample: Sample) -> None:
+        super().__init__(root, garbage_collect_values=False, graph=fx.Graph())
+        self.args_iter = iter(sample.arguments)
+        self._rows = {id(call.leaves[slot]): sample.leaves[slot] for slot in call.held}
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        found = self.fetch_attr(target)
+        return self._rows.get(id(found), found)
+
+    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
+        def value(one: fx.Node) -> Any:
+            is_whole = one.op == "get_attr" and bool(self._rows) and is_product(n, one)
+            return self.fetch_attr(str(one.target)) if is_whole else self.env[one]
+
+        return fx.node.map_arg(args, value)
+
+
+class SampleRun:
+    """Runs each node on small samples as it is traced, and notes what its result is.
+
+    samples: One, or two of different sizes: sizes that differ are no widths.
+    values: Of the first sample, by node name.
+    draws: Names of nodes that draw random numbers.
+    changers: Names of nodes that change buffers of modules.
+    writers: By the name of a node, the names of those that overwrite its result.
+    """
+
+    def __init__(self, samples: Sequence[Sample], call: Call, remedy: str = "") -> None:
+        self.sample, self._samples = samples[0], samples
+        self._call, self._remedy, self._kinds = call, remedy, samples[0].row_kinds
+        named = zip(call.names, call.leaves, strict=True)  # numbers of pairs change with each call
+        self._pairs = {leaf.size(-1) for name, leaf in named if is_of_pairs(name) and leaf.dim()}
+        self.is_running = False
+
+    def begin(self, root: nn.Module) -> None:
+        """Start anew; `root`: see `root_of`."""
+        self._root, self._failed = root, list[tuple[Exception, fx.Node]]()
+        self._runs = [_Run(root, self._call, sample) for sample in self._samples]
+        self._versions = [version_of(leaf) for leaf in self.sample.leaves]
+        outside = (*self.sample.leaves, *root.parameters(), *root.buffers())
+        self._outside = outside
+        self._devices = {one.device for one in outside if one.is_cuda}
+        self.values: dict[str, Value] = {}
+        self.draws, self.changers = set[str](), set[str]()
+        self.writers = defaultdict[str, set[str]](set)
+
+    def again(self, graph: fx.Graph) -> None:
+        """Run all of `graph` anew."""
+        self.begin(self._root)
+        for node in graph.nodes:
+            self.run(node)
+
+    def run(self, node: fx.Node) -> None:
+        """Run `node`, whose operands have run."""
+        if node.op == "output":
+            return
+        first, *others = self._runs
+        try:
+            versions = self._versions_now()
+            result = self._result(first, node)
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            raise self._refuse(error, node) from error
+        for one, version in self._versions_now().items():
+            if versions[one] != version:
+                self.writers[one.name].add(node.name)
+        if is_named_write(node) and isinstance(node.args[0], fx.Node):  # perhaps of x.data
+            place = place_of(first.env[node.args[0]])
+            same = (one for one, value in first.env.items() if place and place_of(value) == place)
+            for one in same:
+                self.writers[one.name].add(node.name)
+        first.env[node] = result
+        for other in others:
+            try:
+                other.env[node] = self._result(other, node)
+            except Exception as error:  # raised if a question needs it
+                self._failed.append((error, node))
+        self._note(node, result)
+
+    def check_writes(self, graph: fx.Graph) -> None:
+        """Refuse writes to leaves that are no arguments, and to memory that tensors share."""
+        refuse_shared_writes(graph, self._runs[0].env, self._outside)
+        named = zip(self.sample.leaves, self._call.names, self._versions, strict=True)
+        for slot, (leaf, name, version) in enumerate(named):
+            if slot in self._call.held and version_of(leaf) != version:
+                raise refuse_write(f"'{name}', which is no argument")
+
+    def _result(self, run: _Run, node: fx.Node) -> Any:
+        part = nn.Module()
+        if node.op == "call_module":
+            part = self._root.get_submodule(str(node.target))
+        before, self.is_running = Snapshot(part), True
+        buffers = list(map(version_of, part.buffers()))
+        try:
+            with undrawn(self._devices), torch.enable_grad():
+                numbers = random_states(self._devices)
+                result = run.run_node(node)
+                if numbers != random_states(self._devices):
+                    self.draws.add(node.name)
+        finally:
+            self.is_running = False
+            before.restore()
+        if buffers != list(map(version_of, part.buffers())):
+            self.changers.add(node.name)
+        return result
+
+    def _versions_now(self) -> dict[fx.Node, int]:
+        results = self._runs[0].env.items()
+        return {node: version_of(one) for node, one in results if isinstance(one, Tensor)}
+
+    def _note(self, node: fx.Node, result: Any) -> None:
         if is_matrix(result):
             flows = result.requires_grad
             flows = flows if isinstance(flows, bool) else flows()  # torch-sparse
-            values[node.name] = Value(Kind.EDGE_INDEX, 0, (), torch.int64, flows)
+            self.values[node.name] = Value(Kind.EDGE_INDEX, 0, (), torch.int64, flows)
         elif isinstance(result, Tensor):
-            values[node.name] = _value_of(result, kinds if node.op != "get_attr" else {})
+            kinds = self._kinds if node.op != "get_attr" else {}
+            self.values[node.name] = _value_of(result, kinds)
             node.meta[SIZES] = tuple(result.shape)
-            same = [slot for slot, leaf in enumerate(sample.leaves) if leaf is result]
-            if same and node.op != "placeholder":
+            leaves = self.sample.leaves
+            same = [slot for slot, leaf in enumerate(leaves) if leaf is result]
+            if same and node.op not in ("placeholder", "get_attr"):
                 node.meta[LEAF] = same[0]
         elif parts := _parts_of(result):
             node.meta[PARTS] = parts
+        if (answer := answer_to(node, result, self._rows_of)) is not None:
+            node.meta[ANSWER] = answer
 
-    _run_on(sample, graph, root_of(module), note, remedy)
-    return values
+    def _rows_of(self, node: fx.Node) -> Any:
+        """Return what the sizes of `node` count, see `Answer.rows`."""
+        results = [run.env.get(node) for run in self._runs]
+        if not all(isinstance(one, Tensor) for one in results):
+            if self._failed and isinstance(results[0], Tensor):
+                raise self._refuse(*self._failed[0])
+            return UNKNOWN
+        shapes = [cast(Tensor, one).shape for one in results]
+        if len({*map(len, shapes)}) > 1:
+            return UNKNOWN
+        return tuple([self._counted(*sizes) for sizes in zip(*shapes, strict=True)])
+
+    def _counted(self, size: int, *others: int) -> Any:
+        is_fixed = size not in self._pairs and all(other == size for other in others)
+        return self._kinds.get(size, None if is_fixed else UNKNOWN)
+
+    def _refuse(self, error: Exception, node: fx.Node) -> UnsupportedError:
+        return UnsupportedError(
+            expected="the model to run on a small part of the graph",
+            found=f"{type(error).__name__}: {first_line(error)}{at(line_of_node(node))}",
+            remedy=self._remedy,
+        )
+
+
+def is_product(user: fx.Node, node: fx.Node) -> bool:
+    """Whether `user` multiplies rows by `node`, or transposes it, maybe to do so."""
+    name = getattr(user.target, "__name__", user.target)
+    place = _PRODUCTS.get(str(name))
+    return name in _TRANSPOSES or (place is not None and user.args[place : place + 1] == (node,))
+
+
+def is_transpose(node: fx.Node) -> bool:
+    """Whether `node` transposes its operand."""
+    return getattr(node.target, "__name__", node.target) in _TRANSPOSES
 
 
 def _parts_of(result: Any) -> Any:
@@ -243,68 +390,6 @@ def _value_of(tensor: Tensor, kinds: Mapping[int, tuple[Kind, int]]) -> Value:
     nodes_in = dims[0] if kind is Kind.WHOLE and len(dims) == 1 else None
     shape = tuple(tensor.shape[1:])
     return Value(kind, number, shape, tensor.dtype, tensor.requires_grad, nodes_in)
-
-
-def learn_facts(
-    graph: fx.Graph,
-    root: nn.Module,
-    samples: Iterable[Sample],
-    num_rows: Callable[[Kind, int], int] | None,
-    pairs: Collection[int],
-    remedy: str,
-) -> dict[str, Answer]:
-    """Run `graph` on `samples` of different sizes; return what depends on shapes only.
-
-    `root`: see `root_of`. `num_rows`: of the whole graph; None in a batch of graphs. `pairs`: sizes
-    that change with each call.
-    """
-    facts: Facts | None = None
-    for sample in samples:
-        counted: dict[int, tuple[int, Any]] = {size: (size, UNKNOWN) for size in pairs}
-        counted |= {
-            size: (size if num_rows is None else num_rows(*kind), kind)
-            for size, kind in sample.row_kinds.items()
-        }
-        facts = Facts(counted.get, facts)
-        _run_on(sample, graph, root, facts.note, remedy)
-    return {} if facts is None else facts.answers
-
-
-def _run_on(
-    sample: Sample,
-    graph: fx.Graph,
-    root: nn.Module,
-    note: Callable[[fx.Node, Any], None],
-    remedy: str,
-) -> None:
-    """Run `graph` on `sample` and call `note` with each node and its result."""
-    running: list[fx.Node] = []
-    outside = (*sample.leaves, *root.parameters(), *root.buffers())
-
-    class Recorder(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            running.append(n)
-            if n.target is with_rows and is_shared(n, self.env, outside, running):
-                raise refuse_write(f"rows of a tensor that shares memory{at(line_of_node(n))}")
-            result = super().run_node(n)
-            note(n, result)
-            return result
-
-    no_writes = refusing_writes(sample.leaves, sample.names)
-    runner = Recorder(fx.GraphModule(root, graph))
-    runner.extra_traceback = False  # no fx node in error texts
-    try:
-        with undisturbed(root), torch.enable_grad(), no_writes:
-            runner.run(*sample.arguments)
-    except UnsupportedError:
-        raise
-    except Exception as error:
-        line = line_of_node(running[-1]) if running else ""
-        raise UnsupportedError(
-            expected="the model to run on a small part of the graph",
-            found=f"{type(error).__name__}: {first_line(error)}{at(line)}",
-            remedy=remedy,
-        ) from error
 
 
 def remedy_for_size(module: nn.Module, inputs: Inputs) -> str:

@@ -17,7 +17,7 @@ from torch_geometric.utils import add_self_loops, degree, remove_self_loops, sof
 from lightning_gnnpipe.calls import Inputs, Kind, classify, flatten_call
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.selfcheck import check_layers
-from lightning_gnnpipe.stages import cut_layers, draw_sample, learn_values, trace
+from lightning_gnnpipe.stages import SampleRun, cut_layers, draw_sample, draw_samples, trace
 from lightning_gnnpipe.stages.mixing import turn_leaves
 from tests.helpers.engines import one_process_engine
 
@@ -207,10 +207,10 @@ def check(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     x = torch.randn(N, D, generator=generator).to(dtype)
     call = flatten_call(module, (x.requires_grad_(isinstance(module, InputBeside)), edges), {})
     inputs = classify(call)
-    graph = trace(module, call)
+    run = SampleRun(draw_samples(module, call, inputs), call)
+    graph = trace(module, call, run)
     turn_leaves(graph, ["leaf_1"])
-    values = learn_values(graph, module, draw_sample(module, call, inputs))
-    check_layers(module, cut_layers(graph, module, values), call, inputs, on_chunks=True)
+    check_layers(module, cut_layers(graph, module, run.values), call, inputs, on_chunks=True)
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ from lightning_gnnpipe.calls import Call, Kind, classify, flatten_call
 from lightning_gnnpipe.errors import ConfigError, GraphError, UnsupportedError
 from lightning_gnnpipe.stages import (
     Layers,
+    SampleRun,
     check_counts,
     cut_layers,
-    draw_sample,
+    draw_samples,
     find_pipelined,
     find_users,
-    learn_values,
     solve_balance,
     split_layers,
     trace,
@@ -33,10 +33,8 @@ EDGES = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 0, 2, 2], [1, 2, 3, 4, 5, 6, 7, 0
 
 def layers_of(module: nn.Module, *args: object, **kwargs: object) -> Layers:
     call = flatten_call(module, args, kwargs)
-    graph = trace(module, call)
-    return cut_layers(
-        graph, module, learn_values(graph, module, draw_sample(module, call, classify(call)))
-    )
+    run = SampleRun(draw_samples(module, call, classify(call)), call)
+    return cut_layers(trace(module, call, run), module, run.values)
 
 
 class Residual(nn.Module):
