@@ -237,18 +237,6 @@ def test_a_run_saved_when_over_goes_on_exactly(
     assert "has no histories of this input" in caplog.text
 
 
-def test_histories_that_one_rank_does_not_see_are_not_taken(
-    saved: Path, monkeypatch: Patches
-) -> None:
-    original = checkpoints.read_histories
-
-    def on_rank_zero(folder: Path, num_stages: int) -> Any:
-        return () if torch.distributed.get_rank() == 1 else original(folder, num_stages)
-
-    monkeypatch.setattr(checkpoints, "read_histories", on_rank_zero)
-    fit("again", epochs=4, resume=saved, timeout=timedelta(seconds=20))
-
-
 def test_hosts_without_a_common_disk_go_on_exactly(tmp_path: Path, monkeypatch: Patches) -> None:
     """Rank 1 writes to a disk of its own."""
     original, disk = checkpoints._local_path, tmp_path / "disk"
@@ -278,22 +266,6 @@ def write(path: Path, *idents: str, is_finished: bool = True) -> None:
         if is_finished:
             checkpoints.finish_histories(path, ident)
             os.utime(checkpoints.histories_folder(path, ident), (age, age))
-
-
-def test_what_another_run_deletes_ends_no_save(tmp_path: Path, monkeypatch: Patches) -> None:
-    path = tmp_path / "one.ckpt"
-    write(path, "a", "b")
-    write(path, "c", is_finished=False)
-    found, glob = sorted((tmp_path / ".gnnpipe").glob("*")), Path.glob
-
-    def deleted(self: Path, pattern: str) -> Any:
-        shutil.rmtree(found[0], ignore_errors=True)
-        shutil.rmtree(found[2], ignore_errors=True)
-        return found
-
-    monkeypatch.setattr(Path, "glob", deleted)
-    checkpoints.prune_histories(path, None)
-    assert not list(glob(tmp_path, ".gnnpipe"))
 
 
 def test_what_another_run_is_writing_stays(tmp_path: Path) -> None:

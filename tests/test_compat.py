@@ -169,48 +169,6 @@ def test_private_names_that_compat_uses_are_listed(path: Path) -> None:
     assert used <= listed, f"list {used - listed} in NAMES"
 
 
-def foreign_private_names(kind: type) -> set[str]:
-    """Return what bases of `kind` that are not ours keep private: methods, and what they set."""
-    names: set[str] = set()
-    for base in kind.__mro__:
-        origin = base.__module__
-        if origin.startswith(PACKAGE.name) or origin in ("builtins", "typing", "abc", "enum"):
-            continue
-        names |= {name for name in vars(base) if is_private(name) and "abc" not in name}
-        try:
-            source = inspect.getsource(base)
-        except (OSError, TypeError):
-            continue
-        names |= set(re.findall(r"self\.(_[a-zA-Z]\w*)", source))
-    return names
-
-
-def our_classes() -> Iterator[tuple[Path, type]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if path in COMPAT or path.stem == "cli":  # the command line needs an extra
-            continue
-        name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-        module = importlib.import_module(name.removesuffix(".__init__"))
-        for kind in vars(module).values():
-            if inspect.isclass(kind) and kind.__module__ == module.__name__:
-                yield path, kind
-
-
-def test_our_classes_touch_no_private_names_of_their_bases() -> None:
-    """A method or an attribute of ours under such a name would replace the base's."""
-    problems = []
-    for path, kind in our_classes():
-        tree = ast.parse(path.read_text())
-        body = next(
-            n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == kind.__name__
-        )
-        used = {n.attr for n in ast.walk(body) if isinstance(n, ast.Attribute) and is_of_self(n)}
-        used |= {n.name for n in ast.walk(body) if isinstance(n, ast.FunctionDef)}
-        shared = {name for name in used if is_private(name)} & foreign_private_names(kind)
-        problems += [f"{kind.__name__}.{name}" for name in sorted(shared)]
-    assert not problems
-
-
 def test_timeouts_of_groups_are_set_by_the_public_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """The private one prints a deprecation there."""
     given: list[Any] = []

@@ -2,80 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
-import torch
-from lightning.pytorch.callbacks import ModelSummary, TQDMProgressBar
-from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities.model_summary import summarize
+from lightning.pytorch.callbacks import TQDMProgressBar
 
 from lightning_gnnpipe.models import GCNII, NodeClassifier
 from tests.helpers.observed import NUM_CLASSES, NUM_FEATURES, fit, make_module
-
-
-class Keep(ModelSummary):
-    """Writes what the summary is on each rank and in each fit."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(max_depth=-1)
-        self.folder = folder
-
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().on_fit_start(trainer, pl_module)
-        number = len(list(self.folder.glob(f"{trainer.global_rank}_*")))
-        found = table(pl_module)
-        (self.folder / f"{trainer.global_rank}_{number}.json").write_text(json.dumps(found))
-
-
-def table(module: L.LightningModule) -> dict[str, Any]:
-    summary = summarize(module, max_depth=-1)
-    sizes = {
-        name: (one.num_parameters, str(one.in_size), str(one.out_size))
-        for name, one in summary._layer_summary.items()
-    }
-    return {"total": summary.total_parameters, "sizes": json.loads(json.dumps(sizes))}
-
-
-class Drawn(NodeClassifier):
-    """Takes a graph, or its tensors, as a summary with sizes and a drawing need it."""
-
-    def __init__(self) -> None:
-        net = make_module().net
-        super().__init__(net, NUM_CLASSES)
-        edges = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
-        self.example_input_array = (torch.zeros(4, NUM_FEATURES), edges)
-
-    def forward(self, data: Any, edge_index: torch.Tensor | None = None) -> torch.Tensor:
-        return super().forward(data) if edge_index is None else self.net(data, edge_index)
-
-
-@pytest.mark.some_cases(2)
-@pytest.mark.parametrize("num_stages", [1, 2])
-@pytest.mark.parametrize("make", [Drawn, make_module])
-def test_model_summary_is_right_on_all_ranks_in_every_fit(
-    num_stages: int, make: Callable[[], L.LightningModule], tmp_path: Path
-) -> None:
-    module = make()
-    expected = table(module)
-    for _ in range(2):
-        fit(num_stages, Keep(tmp_path), module=module, max_epochs=1)
-    assert table(module) == expected
-    found = sorted(path.name for path in tmp_path.iterdir())
-    assert found == [f"{r}_{number}.json" for r in range(num_stages) for number in range(2)]
-    for path in tmp_path.iterdir():
-        assert json.loads(path.read_text()) == expected
-
-
-def test_a_logger_may_draw_the_model(tmp_path: Path) -> None:
-    """TensorBoard runs the model on the first rank alone, before training."""
-    logger = TensorBoardLogger(tmp_path, name="tb", version=0, log_graph=True)
-    assert fit(2, logger=logger, max_epochs=1, module=Drawn()).state.finished
 
 
 def rows_of(text: str) -> tuple[list[str], int]:

@@ -2,7 +2,7 @@
 
 What a layer needs on a chunk is found when it first runs there, and looked up in later steps: the
 edges of its set and direction (`LocalEdges`), and the matrix of its weighted sum (`BoundSum`). Each
-look-up compares the tensors that the layer is given with those of the first time.
+look-up compares the tensors that the layer is given with the tensors of the first time.
 
 Each chunk has one halo for all of its edge sets, so local indices mean the same in each. Reversed
 edges have a halo of their own. Each call of a layer has a history of its own, see `CallKey`.

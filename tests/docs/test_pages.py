@@ -6,27 +6,17 @@ import inspect
 import re
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 import lightning_gnnpipe
-from lightning_gnnpipe import errors, models, types
-from lightning_gnnpipe.callbacks.staleness import RefreshHow
+from lightning_gnnpipe import errors, models
 from lightning_gnnpipe.layers.support import REFUSED_CONVS
 from tests.docs.pages import PAGES, ROOT
 from tests.helpers.convs import CASES, REFUSED
 
 DOCS = ROOT / "docs"
 NAMES = [name for name in lightning_gnnpipe.__all__ if not name.startswith("_")]
-KINDS = {
-    "staleness": types.StalenessName,
-    "codec": types.CodecName,
-    "partition": types.PartitionMethod,
-    "cross_chunk_edges": types.CrossChunkEdges,
-    "how": RefreshHow,
-}
-CHOICES = [(option, value) for option, kind in KINDS.items() for value in get_args(kind)]
 INSTEAD = {
     "deal": "assign",
     "deals": "assigns",
@@ -55,25 +45,6 @@ def test_public_names_models_and_errors_are_documented() -> None:
     classes = inspect.getmembers(errors, inspect.isclass)
     own = {one.__name__ for _, one in classes if one.__module__ == errors.__name__}
     assert documented("errors.md") == own - {"Fallbacks"}  # which warns
-
-
-def rows() -> list[str]:
-    """Return the rows of all tables."""
-    pages = (path for path in sorted(DOCS.glob("*.md")) if path.name != "troubleshooting.md")
-    text = "\n".join(path.read_text() for path in pages)
-    return [line for line in text.splitlines() if line.startswith("|")]
-
-
-@pytest.mark.parametrize(("option", "value"), CHOICES)
-def test_a_value_stands_in_a_table(option: str, value: str) -> None:
-    """Where it is best, or the paper it is of."""
-    quoted = re.compile(rf"[`\"(]\"?{re.escape(value)}\"?[`\")]|\b{option}\w*=\"{value}\"")
-    assert any(quoted.search(row) for row in rows())
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_name_stands_in_a_table(name: str) -> None:
-    assert any(re.search(rf"`{name}\b", row) for row in rows())
 
 
 def test_the_pictures_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:

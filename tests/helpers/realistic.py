@@ -21,13 +21,12 @@ class TiedNet(nn.Module):
         self.first = gnn.GATv2Conv(8, 4, heads=2, edge_dim=2)
         self.shared = gnn.GCNConv(8, 8)
         self.norm = nn.LayerNorm(8)
-        self.strength = 1.0
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> dict[str, Any]:
         x = self.first(x, edge_index, edge_attr).relu()
         x = x + self.shared(self.norm(x), edge_index).relu()
         x = x + self.shared(self.norm(x), edge_index).relu()
-        return {"h": x * self.strength, "both": (x, x * 2)}
+        return {"h": x, "both": (x, x * 2)}
 
 
 class Realistic(L.LightningModule):
