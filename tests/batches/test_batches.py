@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import random
 from typing import Any
 
 import pytest
@@ -15,13 +13,11 @@ from torch_geometric.data import Batch
 
 from lightning_gnnpipe.errors import ConfigError, GraphError, UnsupportedError
 from lightning_gnnpipe.layers import check_graph_batches
-from lightning_gnnpipe.stages import cut
 from tests.helpers.batches import (
     GINE,
     NUM_FEATURES,
     SIZES,
     WIDTH,
-    Jumping,
     WeightedGCN,
     draw_batch,
 )
@@ -42,33 +38,6 @@ def run(net: nn.Module, data: Batch) -> Any:
 
 def assert_same(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("make", "num_steps"), [(GINE, 1000), (WeightedGCN, 200), (Jumping, 200)])
-def test_a_thousand_random_batches(
-    make: Any, num_steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """1 to 64 graphs, empty ones, a single node: no error, no new trace, nothing kept."""
-    traces = []
-    original = cut.trace
-    monkeypatch.setattr(cut, "trace", lambda *a, **k: traces.append(0) or original(*a, **k))
-    net = on_engine(make(0.2), num_chunks=5)
-    draw = random.Random(0)
-    tensors = 0
-    for step in range(num_steps):
-        sizes = [draw.choice((0, 1, 1, 2, 3, 5, 8)) for _ in range(draw.randint(1, 64))]
-        sizes = sizes if any(sizes) else [1]
-        out = run(net, draw_batch(sizes, seed=step, degree=draw.choice((0.0, 1.0, 2.0))))
-        sum(t.sum() for t in (out.values() if isinstance(out, dict) else [out])).backward()
-        net.zero_grad()
-        del out
-        if step in (num_steps // 2 - 1, num_steps - 1):
-            gc.collect()
-            count = sum(isinstance(thing, Tensor) for thing in gc.get_objects())
-            assert step < num_steps // 2 or count <= tensors + 20
-            tensors = count
-    assert len(traces) <= 5  # four forms of batches, and the first one in evaluation
 
 
 class Normed(nn.Module):

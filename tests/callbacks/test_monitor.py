@@ -9,8 +9,7 @@ from typing import Any, get_args
 
 import lightning as L
 import pytest
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_gnnpipe import PipelineMonitor, StalenessMonitor
 from lightning_gnnpipe.callbacks import monitor
@@ -79,20 +78,6 @@ def test_csv_has_all_figures_of_every_epoch(num_stages: int, tmp_path: Path) -> 
     first, *others = (json.loads(path.read_text()) for path in tmp_path.glob("rank_*.json"))
     assert pipe_keys(num_stages) <= first.keys()
     assert len(others) == num_stages - 1 and all(other == first for other in others)
-
-
-def test_tensorboard_has_all_figures(tmp_path: Path) -> None:
-    tensorboard = TensorBoardLogger(tmp_path, name="tb", version=0)
-    fit(2, PipelineMonitor(logs_staleness=False), logger=tensorboard)
-    events = EventAccumulator(str(tmp_path / "tb/version_0"))
-    events.Reload()
-    tags = set(events.Tags()["scalars"])
-    assert {tag for tag in tags if tag.startswith("pipe/")} == pipe_keys(2)
-    assert not any(tag.startswith("history/") for tag in tags)
-    output = events.Scalars("pipe/bytes/output")
-    assert [(one.step, one.value) for one in output] == [
-        (step, NUM_NODES * NUM_CLASSES * 4) for step in range(3)
-    ]
 
 
 def test_only_every_nth_epoch_is_logged_and_measured(tmp_path: Path) -> None:

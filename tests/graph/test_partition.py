@@ -1,3 +1,5 @@
+"""Nodes assigned to chunks: none empty, balanced, few edges cut; what shards exchange then."""
+
 from __future__ import annotations
 
 from typing import get_args
@@ -8,10 +10,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_gnnpipe.graph import edge_cut_frac, partition_nodes
-from lightning_gnnpipe.graph.partition import _metis, _symmetrize, rebalance
+from lightning_gnnpipe.graph import edge_cut_frac, measure_split, partition_nodes, shard_plan
+from lightning_gnnpipe.graph.partition import _metis, _symmetrize, rebalance, remote_reads
 from lightning_gnnpipe.types import PartitionMethod
-from tests.graph.strategies import DRAWN_EDGES, chunk_weights, multigraphs, power_law
+from tests.graph.strategies import (
+    DRAWN_ASSIGNMENT,
+    DRAWN_EDGES,
+    chunk_weights,
+    cut_multigraphs,
+    multigraphs,
+    power_law,
+)
 
 METHODS: tuple[PartitionMethod, ...] = get_args(PartitionMethod)
 NO_LINKS = torch.empty(2, 0, dtype=torch.int64)
@@ -28,15 +37,6 @@ def test_no_chunk_is_empty(
     parts = partition_nodes(edge_index, num_nodes, num_chunks=num_chunks, method=method, seed=0)
     assert parts.shape == (num_nodes,) and parts.dtype == torch.int64
     assert sorted(set(parts.tolist())) == list(range(num_chunks))
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("num_chunks", [1, 2, 7, 19, 20])
-def test_a_graph_without_edges_is_cut_evenly(method: PartitionMethod, num_chunks: int) -> None:
-    parts = partition_nodes(NO_LINKS, 20, num_chunks=num_chunks, method=method, seed=0)
-    sizes = torch.bincount(parts, minlength=num_chunks)
-    assert int(sizes.max()) == -(-20 // num_chunks)
-    assert int(sizes.min()) >= 1
 
 
 @pytest.mark.parametrize("method", ["metis", "random"])
@@ -95,15 +95,6 @@ def test_rebalancing_moves_the_nodes_that_cut_least() -> None:
     assert edge_cut_frac(chain, balanced) <= 4 / 99
 
 
-def test_metis_keeps_two_cliques_whole() -> None:
-    # Nodes 0-9 and 10-19 are cliques, joined by the one edge 0 -> 10.
-    block = torch.combinations(torch.arange(10)).t()
-    edge_index = torch.cat([block, block + 10, torch.tensor([[0], [10]])], dim=1)
-    both = torch.cat([edge_index, edge_index.flip(0)], dim=1)
-    parts = partition_nodes(both, 20, num_chunks=2, method="metis", seed=0)
-    assert edge_cut_frac(edge_index, parts) == 1 / 91
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_the_same_seed_gives_the_same_partition(method: PartitionMethod) -> None:
     edges = power_law(2000, 10_000)
@@ -138,3 +129,46 @@ def test_light_nodes_are_always_brought_within_the_bound(
     parts = rebalance((skew * num_chunks).long(), weight, NO_LINKS, num_chunks)
     bound = 1.05 * mean if int(weight.max()) <= 0.05 * mean else mean + int(weight.max())
     assert float(torch.bincount(parts, weight.double()).max()) <= bound
+
+
+def test_the_drawn_graph_cuts_four_of_seven_edges() -> None:
+    # Cut: 0->1, 1->2, 2->3, 3->0. Kept: 0->2 twice and the loop 3->3.
+    assert edge_cut_frac(DRAWN_EDGES, DRAWN_ASSIGNMENT) == 4 / 7
+    assert edge_cut_frac(torch.empty(2, 0, dtype=torch.int64), DRAWN_ASSIGNMENT) == 0.0
+
+
+@given(cut_multigraphs())
+@settings(max_examples=100)
+def test_remote_reads_are_each_remote_source_once_a_shard(
+    graph: tuple[Tensor, int, Tensor],
+) -> None:
+    edge_index, _, assignment = graph
+    owner = assignment.tolist()
+    pairs = {(owner[t], s) for s, t in edge_index.t().tolist() if owner[t] != owner[s]}
+    readers, sources = remote_reads(edge_index, assignment)
+    assert list(zip(readers.tolist(), sources.tolist(), strict=True)) == sorted(pairs)
+
+
+@given(cut_multigraphs())
+@settings(max_examples=50)
+def test_the_sizes_of_pieces_are_those_of_the_shards_plans(
+    graph: tuple[Tensor, int, Tensor],
+) -> None:
+    """Whatever the chunks are: here they lie across the shards."""
+    edge_index, num_nodes, shards = graph
+    num_shards = int(shards.max()) + 1
+    chunks = torch.arange(num_nodes) % min(2, num_nodes)
+    sizes = measure_split(edge_index, chunks, shards, num_shards)
+    assert sizes.received.sum() == sizes.sent.sum()
+    assert sizes.received.sum() == remote_reads(edge_index, shards)[0].numel()
+    for index in range(num_shards):
+        plan = shard_plan(edge_index, chunks, shards, index=index, num_shards=num_shards)
+        for chunk in plan.chunks:
+            own = chunk.index, index
+            assert sizes.nodes[own] == chunk.num_nodes
+            assert sizes.edges[own] == chunk.edge_end - chunk.edge_start
+            assert sizes.sent[own] == sum(peer.send.numel() for peer in chunk.peers)
+            assert sizes.received[own] == sum(peer.receive.numel() for peer in chunk.peers)
+            readers = sum(peer.send.numel() > 0 for peer in chunk.peers)
+            read = sum(peer.receive.numel() > 0 for peer in chunk.peers)
+            assert sizes.peers[own] == max(readers, read)

@@ -1,4 +1,4 @@
-"""The reference stacks: their formulas, shapes, gradients, and what the pipeline needs of them."""
+"""The reference stacks: their formulas, shapes and gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnnpipe.models import GCNII, GNN, ResGCNPlus
-from tests.helpers.engines import one_process_engine
 
 STACKS = [
     GNN,
@@ -64,22 +63,6 @@ def test_a_node_is_changed_only_by_nodes_within_num_layers_hops(stack, graph):
     change = (net(moved, edge_index) - net(x, edge_index)).abs().amax(dim=1)
     assert (change[[2, 3, 4]] > 1e-6).all()
     assert (change[[0, 1, 5]] == 0).all()
-
-
-@pytest.mark.some_cases(2)
-@pytest.mark.parametrize("stack", STACKS)
-def test_the_pipeline_runs_it_and_dropout_acts_in_training_only(stack, graph):
-    net = build(stack, dropout=0.5)
-    assert not torch.equal(net(*graph), net(*graph))
-    expected = net.eval()(*graph)
-    assert torch.equal(net(*graph), expected)
-    engine = one_process_engine(net, partition=torch.arange(NUM_NODES) // 3)
-    with torch.no_grad():
-        torch.testing.assert_close(engine.forward(graph, {}), expected, rtol=1e-10, atol=1e-10)
-    net.train()
-    for step in range(2):
-        engine.set_step(step_index=step)
-        engine.forward(graph, {}).sum().backward()
 
 
 def propagation(edge_index: Tensor) -> Tensor:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch_geometric.nn as gnn
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -198,33 +196,6 @@ def test_on_two_ranks_it_trains_as_on_one(name: str, place: str) -> None:
     alone = fit((NETS | MORE)[name], call, **options)
     both = fit((NETS | MORE)[name], call, num_stages=2, **options, **PLACES[place])
     assert difference(both, alone) < 1e-10
-
-
-@pytest.mark.usefixtures("double")
-def test_a_table_is_whole_on_every_rank(tmp_path: Path) -> None:
-    """Each rank holds all rows of it; a checkpoint has them and their state."""
-    torch.manual_seed(0)
-    module = Watches(Table(), call)
-    loader = DataLoader([graph()], batch_size=None)
-    saving = ModelCheckpoint(tmp_path, save_last=True)
-    piped = {"num_chunks": 3, "pipelined_module": "net"}
-    options = {"enable_checkpointing": True, "callbacks": [saving], "max_epochs": 3}
-    trainer = quiet_trainer(2, piped, **options)
-    trainer.fit(module, loader, loader)
-    saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
-    torch.testing.assert_close(saved["state_dict"]["net.emb.weight"], module.net.emb.weight)
-    assert any(
-        state["exp_avg"].shape == (N, D) for state in saved["optimizer_states"][0]["state"].values()
-    )
-    rows = [(tmp_path / f"rows{rank}").read_text() for rank in range(2)]
-    assert rows == [str(N), str(N)]
-
-
-class Watches(Fits):
-    def on_train_batch_end(self, *_: Any) -> None:
-        folder = Path(self.trainer.checkpoint_callback.dirpath)  # type: ignore
-        rows = folder / f"rows{self.global_rank}"
-        rows.write_text(str(self.net.emb.weight.size(0)))
 
 
 def train(

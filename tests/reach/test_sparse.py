@@ -19,7 +19,7 @@ from torch_geometric.utils import to_edge_index
 
 from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.passing import Matrices, assemble, matrix
+from lightning_gnnpipe.passing import Matrices, matrix
 from lightning_gnnpipe.stages import find_pipelined
 from tests.helpers.alike import Fits, Forward, assert_alike, fit
 from tests.helpers.trainers import weights
@@ -260,15 +260,6 @@ def test_the_parts_of_a_matrix_stay_the_same_tensors() -> None:
     assert classify(first).num_nodes == N
     adj.values().mul_(2.0)  # ones no more
     assert len(flatten_call(net, (x, adj), {}, matrices=known).leaves) == 4
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_matrix_is_put_together_as_it_was(layout: str) -> None:
-    given = graph()[f"adj_{layout}"]
-    entries, nodes = Matrices().take_apart("adj", given)
-    again = assemble(entries.edges, entries.weight, nodes, entries.layout, entries.dtype)
-    assert again.layout is given.layout
-    assert torch.equal(again.to_dense(), given.to_dense())
 
 
 class StandIn(matrix.SparseTensor):  # type: ignore[misc]

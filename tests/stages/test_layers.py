@@ -19,9 +19,7 @@ from lightning_gnnpipe.stages import (
     cut_layers,
     draw_samples,
     find_pipelined,
-    find_users,
     solve_balance,
-    split_layers,
     trace,
 )
 from tests.helpers.alike import net_of
@@ -100,14 +98,6 @@ def test_the_cut_lies_where_the_fewest_bytes_cross_and_what_is_alive_crosses() -
     layers = layers_of(EdgeStream(), torch.randn(N, D), EDGES, torch.randn(EDGES.size(1), 3))
     kinds = {layers.values[name].kind for name in layers.crossing[1]}
     assert kinds <= {Kind.NODE, Kind.EDGE} and Kind.NODE in kinds
-
-
-def test_tied_weights_belong_to_several_stages() -> None:
-    conv = gnn.GCNConv(D, D)
-    module = gnn.Sequential("x, edge_index", [(conv, "x, edge_index -> x")] * 3)
-    stages = split_layers(layers_of(module, torch.randn(N, D), EDGES), (1, 1, 1))
-    users = find_users(stages, module)
-    assert set(map(frozenset, users.values())) == {frozenset({0, 1, 2})}
 
 
 def test_inputs_are_told_apart() -> None:

@@ -1,4 +1,4 @@
-"""Which values stages can compute again, and which they do."""
+"""Which values stages can compute again, and which they do; `promises/test_repeat.py` trains."""
 
 from __future__ import annotations
 
@@ -17,67 +17,16 @@ from lightning_gnnpipe.stages import (
     Layers,
     choose_repeated,
     cut_module,
-    find_users,
-    split_layers,
 )
-from tests.helpers.encoders import ENCODED_NETS, REPEATED, Encoded, Two
+from tests.helpers.encoders import Encoded
 from tests.helpers.graphs import communities
 
 CASE = communities(3)
 
 
-def layers_of(module: nn.Module, *, is_edge: bool = False, x: Tensor = CASE.data.x) -> Layers:
-    args = (x, CASE.data.edge_index, *([CASE.data.edge_attr] if is_edge else []))
-    call = flatten_call(module.double(), args, {})
+def layers_of(module: nn.Module, x: Tensor = CASE.data.x) -> Layers:
+    call = flatten_call(module.double(), (x, CASE.data.edge_index), {})
     return cut_module(module, call, classify(call), find_layers(module).all)
-
-
-@pytest.mark.some_cases(12)
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("name", ENCODED_NETS)
-def test_what_is_repeatable(name: str, dropout: float, training: bool) -> None:
-    """Neither the share of dropout nor the mode changes it, so that all traces agree."""
-    module = ENCODED_NETS[name](dropout).train(training)
-    layers = layers_of(module, is_edge=name == "edge_encoded")
-    # of Two the one in the middle as well, which alone is not the first layer's
-    expected = [0, 0, 1] if name == "two" else [0] if name in REPEATED else []
-    assert list(layers.repeatable.values()) == expected
-
-
-def test_stages_receive_nothing_that_they_compute_again() -> None:
-    layers = layers_of(Two())
-    x_0, y_0, z_0 = layers.repeatable
-    stages = split_layers(layers, (1, 1, 2), (x_0, y_0, z_0))
-    assert [len(stage.received) for stage in stages] == [0, 1, 1]
-    assert not {x_0, y_0, z_0} & {name for stage in stages for name in stage.received}
-    # the sum behind a layer belongs to the next one: layer 1 reads x_0 alone, the others all
-    again = [[part.outputs for part in stage.repeated] for stage in stages]
-    assert again == [[], [(x_0,)], [(x_0, y_0), (z_0,)]]
-    assert [[part.index for part in stage.repeated] for stage in stages] == [[], [0], [0, 1]]
-    some = split_layers(layers, (1, 1, 2), (y_0,))
-    assert x_0 in some[1].received and some[1].repeated == ()
-    plain = split_layers(layers, (1, 1, 2))
-    assert set(plain[1].received) >= {x_0, y_0} and not any(one.repeated for one in plain)
-
-
-class Skips(Encoded):
-    """Only the last layer reads the encoder."""
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        h, x_0 = self.encode(x)
-        for conv in self.convs:
-            h = self.act(conv(h, h, edge_index))
-        return self.lin_out(h + x_0)
-
-
-def test_what_is_repeated_is_handed_on_by_no_layer() -> None:
-    module = Skips()
-    layers = layers_of(module)
-    stages = split_layers(layers, (1, 1, 1, 1), list(layers.repeatable))
-    assert [len(stage.repeated) for stage in stages] == [0, 0, 0, 1]
-    users = find_users(stages, module)
-    assert users["lin_in.weight"] == users["lin_in.bias"] == {0, 3}
 
 
 def test_auto_takes_what_spares_bytes_and_is_cheap() -> None:
@@ -94,15 +43,6 @@ def test_auto_takes_what_spares_bytes_and_is_cheap() -> None:
     # 128 weights for each of 48 bytes
     assert [chosen("auto", 10**6, wide=wide) for wide in (1023, 1024)] == [True, False]
     assert chosen(True, 10**6, wide=1024)
-
-
-def test_a_weight_counts_for_the_first_value_that_uses_it_and_if_it_is_trained() -> None:
-    layers = layers_of(Two())
-    x_0, y_0, z_0 = layers.repeatable
-    # y_0 adds 42 weights to the 36 of x_0; z_0 has 36 of its own
-    assert choose_repeated(layers, "auto", lambda *_: 8, 1) == (x_0, y_0, z_0)
-    assert choose_repeated(layers, "auto", lambda *_: 7, 1) == (x_0, z_0)
-    assert choose_repeated(layers_of(ENCODED_NETS["frozen"](0.0)), "auto", lambda *_: 1, 8)
 
 
 class Odd(nn.Module):
@@ -169,12 +109,3 @@ def doubled_data(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
 def test_only_plain_functions_of_rows_are_repeatable(encode: Any, is_repeatable: bool) -> None:
     net = type("Encodes", (Odd,), {"encode": encode})()
     assert bool(layers_of(net).repeatable) == is_repeatable
-
-
-def test_a_random_branch_behind_the_encoder_does_no_harm() -> None:
-    class After(Encoded):
-        def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            x_0 = self.lin_in(self.dropout(x)).relu()
-            return F.dropout(x_0, 0.3), x_0
-
-    assert len(layers_of(After()).repeatable) == 1
