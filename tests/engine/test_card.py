@@ -19,9 +19,8 @@ from lightning_gnnpipe.calls import GraphBatch, GraphRows, Kind
 from lightning_gnnpipe.calls.graph_batch import LeafRows
 from lightning_gnnpipe.codecs.codec import get_codec
 from lightning_gnnpipe.engine import PipelineEngine
-from lightning_gnnpipe.engine.resume import load_ranks, save_rank
 from lightning_gnnpipe.models import GCNII
-from lightning_gnnpipe.staleness import METHODS, HistoryStore
+from lightning_gnnpipe.staleness import METHODS
 from lightning_gnnpipe.staleness.buffers import HostCopies
 from tests.engine import test_recompute
 from tests.helpers import engines
@@ -253,19 +252,3 @@ def test_late_rows_are_saved_loaded_and_kept_in_snapshots() -> None:
         store.push(key, engine.graphs.trained.graph.plan.chunks[0], saved["rows"][: N // 4])
         store.load(key, **{**saved, "rows": expected})
         assert torch.equal(store.rows(key), expected)
-
-
-def test_saved_rows_of_the_host_do_not_go_through_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[Tensor] = []
-    monkeypatch.setattr(engines, "DEVICE", CUDA)
-    with card():
-        engine = engine_of(put(messages()), 4, history_device=HOST)
-        engine.forward(tuple(map(OnCard, inputs())), {}).sum().backward()
-        own = engine.graphs.trained
-        saved, segments = save_rank(own), {key.segment for key in own.store}
-        saved["perm"] = saved["perm"].cpu()  # as files are read
-        monkeypatch.setattr(
-            HistoryStore, "load", lambda self, key, rows, *more: loaded.append(rows)
-        )
-        assert load_ranks(own, [saved], segments)
-    assert loaded and not any(isinstance(rows, OnCard) for rows in loaded)

@@ -14,6 +14,12 @@ from typing import Any
 import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
+from torch_geometric.nn.conv import spline_conv
+
+from tests.helpers.splines import spline_basis, spline_weighting
+
+# Functions of a library that pip does not bring.
+spline_conv.spline_basis, spline_conv.spline_weighting = spline_basis, spline_weighting
 
 D = 4
 NUM_TYPES = 3

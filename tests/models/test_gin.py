@@ -130,14 +130,6 @@ def test_graphs_without_nodes_have_logits_of_their_own(molecules):
     torch.testing.assert_close(logits[1], net.head.lin.bias, **EXACT)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_every_parameter_gets_a_gradient_with_batch_norm(options, molecules):
-    net = build(norm="batch", **options)
-    call(net, molecules).square().sum().backward()
-    for name, parameter in net.named_parameters():
-        assert parameter.grad is not None and torch.isfinite(parameter.grad).all(), name
-
-
 def test_features_that_do_not_fit_the_encoders_are_refused(molecules):
     batch = Batch.from_data_list(molecules)
     args = batch.x, batch.edge_index, batch.batch

@@ -1,9 +1,14 @@
-"""P4: every layer that PyG exports is exact on chunks, or refused by name."""
+"""P4: every layer that PyG exports is exact on chunks and on shards, or refused by name."""
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch.nn.utils import spectral_norm as old_spectral_norm
@@ -33,7 +38,7 @@ from tests.helpers.reference import StaleOracle
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:We do not recommend using the non-optimized CPU"),
-    pytest.mark.usefixtures("double", "splines"),
+    pytest.mark.usefixtures("double"),
 ]
 
 N = 23
@@ -326,3 +331,47 @@ def test_p4_what_is_not_exact_is_refused_by_name(layer: nn.Module, text: str) ->
 
 def test_one_chunk_needs_no_support() -> None:
     check_support(behind(nn.InstanceNorm1d(D)), num_chunks=1)
+
+
+NUM_SHARDS, NUM_TURNS = 2, 8
+
+
+def check_on_shards(case: ConvCase, rank: int) -> None:
+    torch.manual_seed(0)
+    batch = make_batch(case=case)
+    net, inputs = ConvNet(case, batch), list(batch.values())
+    oracle = StaleOracle(net, PARTITION)
+    engine = one_process_engine(net, partition=PARTITION, rank=rank, num_shards=NUM_SHARDS)
+    if case.conv == "HANConv":  # takes a mean over all nodes
+        with pytest.raises(UnsupportedError, match=f"graph_parallel.*{case.conv}"):
+            engine.forward((), batch)
+        return
+    assert_step(engine, batch, net, oracle.exact(*inputs))
+    move(net, 0.1)
+    assert_step(engine, batch, net, oracle.chunked(*inputs, order=next_order(engine)))
+    with torch.no_grad():
+        assert_same(engine.forward((), batch), net(*inputs))
+
+
+def run_rank(rank: int, folder: str, turn: int) -> None:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_SHARDS
+    )
+    failed = []
+    for case in (*CASES, *OWN)[turn::NUM_TURNS]:
+        try:
+            check_on_shards(case, rank)
+        except Exception:
+            failed.append(f"{case.name}: {traceback.format_exc()[-1500:]}")
+        dist.barrier()  # a failure on one rank is one on both, or a timeout
+    dist.destroy_process_group()
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.some_cases(1)
+@pytest.mark.parametrize("turn", range(NUM_TURNS))
+def test_p4_convs_are_exact_on_shards(turn: int, tmp_path: Path) -> None:
+    """Each turn has other layers: there are several of each kind."""
+    mp.start_processes(run_rank, (str(tmp_path), turn), nprocs=NUM_SHARDS, start_method="fork")

@@ -25,15 +25,14 @@ from tests.passing.test_convs import (
     move,
     next_order,
 )
-from tests.passing.test_convs_on_shards import UPSTREAM
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:We do not recommend using the non-optimized CPU"),
-    pytest.mark.usefixtures("double", "splines"),
+    pytest.mark.usefixtures("double"),
 ]
 
 SEEN_LATE = {"HANConv"}  # its mean over all nodes is a step old, edges or no edges
-ALONE = [case for case in [*CASES, *OWN, *UPSTREAM] if case.conv not in SEEN_LATE]
+ALONE = [case for case in [*CASES, *OWN] if case.conv not in SEEN_LATE]
 
 
 def cut_by_hand(batch: dict[str, Tensor], partition: Tensor = PARTITION) -> dict[str, Tensor]:

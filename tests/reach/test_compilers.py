@@ -135,24 +135,16 @@ def test_a_compiled_network_is_planned() -> None:
     assert len(plan.layer_names) == 3
 
 
-class Scriptable(nn.Module):
-    """One conv, in the form that torch.jit takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = gnn.SAGEConv(NUM_FEATURES, NUM_CLASSES)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.conv(x, edge_index)
+CONV = gnn.SAGEConv(NUM_FEATURES, NUM_CLASSES)
 
 
 def scripted(_: Net) -> nn.Module:
-    return torch.jit.script(Scriptable())
+    return torch.jit.script(CONV)
 
 
 def traced(_: Net) -> nn.Module:
     data = make_data().data
-    return torch.jit.trace(Scriptable(), (data.x.double(), data.edge_index))
+    return torch.jit.trace(CONV.double(), (data.x.double(), data.edge_index))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
@@ -179,11 +171,3 @@ def test_a_name_of_the_strategy_in_the_other_package_says_which_import_to_use() 
     importlib.reload(lightning_gnnpipe)  # as if imported after the other package
     with pytest.raises(ConfigError, match=r"a Trainer of the package 'lightning'.*import lightn"):
         other.Trainer(accelerator="cpu", devices=1, strategy="gnnpipe")
-
-
-def test_a_module_of_the_other_package_says_which_import_to_use() -> None:
-    other = pytest.importorskip("pytorch_lightning")
-    with pytest.raises(TypeError, match="switch to a single import style"):
-        L.Trainer(accelerator="cpu", strategy=GNNPipeStrategy(), devices=1, logger=False).fit(
-            other.LightningModule()
-        )

@@ -86,20 +86,6 @@ class Initial(Stack):
         return self.head(x)
 
 
-class Chain(Stack):
-    """Reversible blocks, which must not see their inputs used twice."""
-
-    def forward(self, x: Tensor, *edges: Any) -> Tensor:
-        x = self.lin(x)
-        for conv in self.convs:
-            x = conv(x, *edges)
-        return self.head(x)
-
-
-def reversible() -> nn.Module:
-    return Chain(*(gnn.GroupAddRev(gnn.SAGEConv(4, 4), num_groups=2) for _ in range(3)))
-
-
 class Kipf(nn.Module):
     """Kipf's GCN, whose products with a normalised matrix are layers."""
 
@@ -140,11 +126,10 @@ NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "appnp": (lambda: Stack(gnn.APPNP(3, 0.1), gnn.APPNP(2, 0.2)), "weights"),
     "basic": (lambda: gnn.GCN(D, 8, 3, C), "weights"),
     "cluster": (stack(gnn.ClusterGCNConv), "weights"),
-    "reversible": (reversible, "ones"),
     "kipf": (Kipf, "normalised"),
 }
 WITHOUT_CSC = ("gcn", "gcn weighted", "gat", "transformer", "appnp", "basic", "cluster")  # in PyG
-WITHOUT_WEIGHT = ("sage", "gin max", "gat", "transformer", "cluster", "reversible")
+WITHOUT_WEIGHT = ("sage", "gin max", "gat", "transformer", "cluster")
 CASES = [(name, layout) for name in NETS for layout in LAYOUTS]
 CASES = [one for one in CASES if one[1] != "csc" or one[0] not in WITHOUT_CSC]
 

@@ -320,17 +320,3 @@ def test_progress_of_training_is_refused_in_forward(how: Any, found: str | None)
     with refused:
         trainer.fit(module, loader)
     assert found or module.trainer is trainer
-
-
-@pytest.mark.slow
-def test_what_changes_often_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    net, engine, inputs = make(lambda net, h: h * net._scale * net.mask)
-    for number in range(12):
-        with torch.no_grad():
-            net._scale, _ = float(number), net.mask.fill_(number)
-            engine.forward(inputs, {})
-    assert caplog.text.count("Forward is traced anew each time that _scale changes.") == 1
-    num_modes = len(engine.model._modes)
-    net.mask.fill_(0.5)
-    torch.testing.assert_close(engine.forward(inputs, {}), net(*inputs))
-    assert len(engine.model._modes) == num_modes

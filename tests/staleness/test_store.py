@@ -1,4 +1,4 @@
-"""Histories: unwritten rows, drift, snapshots."""
+"""Histories: unwritten rows, drift; `promises` have stale reads and snapshots."""
 
 from __future__ import annotations
 
@@ -49,24 +49,3 @@ def test_drift_of_several_histories_equals_plain_torch(plan: ChunkPlan, is_exact
     )
     expected = float((fresh - stale).norm() / fresh.norm())
     assert total.drift == pytest.approx(expected, abs=1e-10)
-
-
-def test_a_snapshot_serves_stale_reads_until_it_is_renewed(plan: ChunkPlan) -> None:
-    """Snapshots of an exact step 0, and of every second one: 1, 3."""
-    store = HistoryStore(5, 2)
-    whole, read = plan.whole.chunks[0], []
-    for step in range(5):
-        store.begin_step(step)
-        store.before_forward(is_exact=step == 0, reads_snapshot=True)
-        if step:
-            read.append(float(store.rows("h").mean()))
-        store.push("h", whole, torch.full((5, 1), float(step)))
-        store.after_forward(takes_snapshot=step in (0, 1, 3))
-    assert read == [0, 1, 1, 3]
-    store.push("h", whole, torch.full((5, 1), 4.0))
-    store.on_renewed()
-    store.push("h", whole, torch.full((5, 1), 9.0))
-    store.before_forward(is_exact=False, reads_snapshot=True)
-    assert store.rows("h").mean() == 4
-    store.before_forward(is_exact=False, reads_snapshot=False)
-    assert store.save("h")["kept"] is None

@@ -193,7 +193,6 @@ def sparse(value: float) -> list[Any]:
     [
         (sparse(torch.nan), True, 0),
         (sparse(1.0), False, 0),
-        ([*BACKWARD, ("end_backward", [])], False, 0),
         (BAD_FORWARD, False, 1),  # its gradients may yet be finite
         ([*BAD_FORWARD, ("abandon",)], True, 0),
         ([*FORWARD, ("abandon",)], False, 0),
