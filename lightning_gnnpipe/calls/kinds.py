@@ -140,7 +140,9 @@ class Inputs:
     graphs: GraphBatch | None = None
 
     def num_rows(self, kind: Kind, edge_set: int) -> int:
-        """Return the rows of a tensor of nodes, or of edges of one set."""
+        """Return the rows of a tensor of nodes, of graphs, or of edges of one set."""
+        if kind is Kind.GRAPH and self.graphs is not None:
+            return self.graphs.num_graphs
         return self.num_nodes if kind is Kind.NODE else self.edge_sizes[edge_set]
 
 

@@ -11,7 +11,6 @@ import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
 from lightning_gnnpipe.engine import PipelineEngine
-from lightning_gnnpipe.passing import edges
 from tests.engine.test_gradients import CHUNKS, WHOLE, Batch, D, make_batch
 from tests.helpers.engines import one_process_engine
 
@@ -84,27 +83,6 @@ def test_edge_weights_that_begin_to_need_gradients_are_exact_once() -> None:
         batch["edge_weight"].requires_grad_(number >= 2)
         torch.testing.assert_close(step(engine, number, batch), expected)
     assert batch["edge_weight"].grad is not None
-
-
-def test_two_weights_are_normalised_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    original = edges.WholeEdges.__init__
-
-    def count(self: edges.WholeEdges, *args: Any) -> None:
-        made.append(1)
-        original(self, *args)
-
-    monkeypatch.setattr(edges.WholeEdges, "__init__", count)
-    calls = [f"x, edge_index, {name} -> x" for name in ("edge_weight", "edge_2") * 2]
-    layers = [(gnn.GCNConv(D, D), call) for call in calls]
-    net, batch = gnn.Sequential("x, edge_index, edge_weight, edge_2", layers), make_batch()
-    batch["edge_2"] = batch["edge_weight"] + 1
-    expected = net(**batch).detach()
-    engine = one_process_engine(net, partition=CHUNKS)
-    for number in range(3):
-        torch.testing.assert_close(step(engine, number, batch), expected)
-        assert bool(made) == (number == 0)
-        made.clear()
 
 
 @pytest.mark.some_cases(2)

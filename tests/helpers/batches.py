@@ -6,6 +6,7 @@ The models are written as any user of PyG would, some for a `Batch`, some for ba
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric import nn as gnn
 from torch_geometric.data import Batch, Data
+from vig import PixelViG, ViG
+
+from lightning_gnnpipe.models import GIN
 
 NUM_FEATURES = 5
 NUM_EDGE_FEATURES = 3
@@ -171,10 +175,30 @@ class EdgesInside(nn.Module):
         return self.convs[1](x, self.edges(batch))
 
 
+ENDS = NUM_FEATURES, WIDTH, NUM_TARGETS
+
+
+def gin(dropout: float) -> GIN:
+    options = {"edge_channels": NUM_EDGE_FEATURES, "virtual_node": True, "jk": "cat"}
+    return GIN(*ENDS, 4, dropout, **options)
+
+
+def vig(dropout: float, conv: str) -> ViG:
+    return ViG(*ENDS, 3, dropout, num_neighbours=3, conv=conv)
+
+
+def pixelvig(dropout: float) -> PixelViG:
+    widths = dict.fromkeys(("grapher_channels", "feed_forward_channels", "head_channels"), WIDTH)
+    return PixelViG(NUM_FEATURES, NUM_TARGETS, 3, **widths)
+
+
 INPUTS: dict[type, tuple[str, ...]] = {
     WeightedGCN: ("x", "edge_index", "edge_weight", "batch", "num_graphs"),
     Jumping: ("x", "edge_index", "batch"),
     EdgesInside: ("x", "batch"),
+    GIN: ("x", "edge_index", "batch", "edge_attr"),
+    ViG: ("x", "batch"),
+    PixelViG: ("x", "edge_index", "batch"),
 }
 """Attributes of a batch, where a network does not take the whole."""
 
@@ -184,6 +208,9 @@ NETS: dict[str, Callable[[float], nn.Module]] = {
     "jumping": Jumping,
     "transformer": NormedTransformer,
     "edges inside": EdgesInside,
+    "gin": gin,
+    **{f"vig {conv}": partial(vig, conv=conv) for conv in ("max_relative", "edge", "gin", "sage")},
+    "pixelvig": pixelvig,
 }
 
 

@@ -1,11 +1,19 @@
-"""However processes are started, weights come back to the one that called `fit`."""
+"""However processes are started, weights come back to the one that called `fit`.
+
+Forks that would use a GPU are refused.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
 
+from lightning_gnnpipe import GNNPipeStrategy
+from lightning_gnnpipe.errors import ConfigError
+from lightning_gnnpipe.trainer.processes import ForkLauncher
 from tests.helpers.scripts import run_script
 
 SCRIPT = """
@@ -65,3 +73,16 @@ def test_trainers_of_other_numbers_of_devices_in_one_script(tmp_path: Path) -> N
     failed = run_script(tmp_path, SCRIPT, 2, "popen", "twice", is_new=True, fails=True)
     assert "the same number of devices as in the Trainer that started this process" in failed.text
     assert "IndexError" not in failed.text
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_forks_that_would_use_a_gpu_are_refused(device: str) -> None:
+    strategy = GNNPipeStrategy(start_method="fork")
+    strategy.cluster_environment = LightningEnvironment()
+    strategy.parallel_devices = [torch.device(device, number) for number in range(2)]
+    if device == "cuda":
+        with pytest.raises(ConfigError, match="import of torch_geometric"):
+            strategy._configure_launcher()
+    else:
+        strategy._configure_launcher()
+        assert isinstance(strategy.launcher, ForkLauncher)

@@ -221,15 +221,6 @@ def test_half_precision_in_histories_and_by_autocast(kind: Any) -> None:
         found.float().sum().backward()
 
 
-def test_shares_of_a_mean_are_kept_a_chunk_not_a_node() -> None:
-    net = Dicts(gnn.HANConv)
-    engine = one_process_engine(net, partition=CHUNKS)
-    engine.forward((), arguments(net, make_batch())).sum().backward()
-    store = engine.graphs.trained.store
-    sizes = {k.argument: store.rows(k).shape for k in store if k.layer.endswith("0")}
-    assert sizes == {"x": (N, 2, D // 2), "alpha": (N, 2), "statistics": (3, 2, D)}
-
-
 class Module(L.LightningModule):
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -399,22 +390,3 @@ def test_a_change_of_one_edge_set_is_a_change_of_the_graph() -> None:
     for stride in (3, 9):
         given = {**arguments(net, batch), "neg_edge_index": edges(44, stride)}
         assert_step(engine, given, net, net(**given))
-
-
-def test_weights_of_edge_sets_can_be_used_in_forward() -> None:
-    """HANConv returns them on request; they are as stale as the rows that they come from."""
-
-    class Shares(Dicts):
-        def forward(self, x: Tensor, pos_edge_index: Tensor, neg_edge_index: Tensor) -> Tensor:
-            sets = dict(zip(RELATIONS, (pos_edge_index, neg_edge_index), strict=True))
-            out, weight = self.convs[0]({"a": x}, sets, return_semantic_attention_weights=True)
-            return out["a"] * weight["a"][0]
-
-    net = Shares(gnn.HANConv)
-    given = arguments(net, make_batch())
-    engine = one_process_engine(net, partition=CHUNKS)
-    for step in range(3):
-        engine.set_step(step_index=step)
-        found = engine.forward((), given)
-        assert_same(found.detach(), net.forward(**given).detach())
-        found.sum().backward()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from vig import NearestNeighbours, PixelViG, ViG
+from vig import MaxRelativeConv, NearestNeighbours, PixelViG, ViG
 
 from tests.helpers.batches import NUM_FEATURES, assert_same, draw_batch
 
@@ -38,44 +36,13 @@ def find_edges(x: Tensor, num_neighbours: int) -> list[list[int]]:
     return [others[:num_neighbours] for others in order]
 
 
-def compute_vig(net: ViG, x: Tensor) -> Tensor:
-    """Return the logits of one image, its nodes one by one."""
-    if isinstance(net.stem[0], nn.Linear):
-        x = net.stem[0](x)
-    else:
-        rows, columns = GRID
-        x = net.stem[0].lin(x)
-        weight, bias = net.stem[0].conv.weight, net.stem[0].conv.bias
-        out = []
-        for n in range(rows * columns):
-            row, column = divmod(n, columns)
-            around = x[n] + bias
-            for i, j in itertools.product(range(3), range(3)):
-                r, c = row + i - 1, column + j - 1
-                if 0 <= r < rows and 0 <= c < columns:
-                    around = around + weight[:, 0, i, j] * x[r * columns + c]
-            out.append(around)
-        x = torch.stack(out)
-    x = net.stem[1](x)
-    for grapher, feed_forward in zip(net.graphers, net.feed_forwards, strict=True):
-        h = grapher.lin_in(x)
-        read = []
-        for n, others in enumerate(find_edges(h, grapher.neighbours.num_neighbours)):
-            change = torch.stack([h[m] - h[n] for m in others]).amax(dim=0)
-            read.append(torch.cat([h[n], change]))
-        conv = torch.stack(read) @ grapher.conv.lin.weight.t() + grapher.conv.lin.bias
-        x = x + grapher.lin_out(conv)
-        first, norm, _, second, norm_out, _ = feed_forward.branch
-        x = x + norm_out(second(F.gelu(norm(first(x)))))
-    return net.head.mlp(x.mean(dim=0))
-
-
-@pytest.mark.parametrize("grid", [None, GRID])
-def test_vig_is_its_formula(grid):
-    net, batch = build(grid=grid), draw_batch([12] * 3)
-    expected = torch.stack([compute_vig(net, x) for x in batch.x.split(12)])
-    found = net(batch.x, batch.batch)
-    assert_same(net, found, expected)
+def test_max_relative_conv_is_its_formula():
+    conv = MaxRelativeConv(1, 1).double()
+    conv.lin.weight.data = torch.tensor([[1.0, 10.0]], dtype=torch.float64)
+    conv.lin.bias.data.zero_()
+    x = torch.tensor([[1.0], [5.0], [7.0]], dtype=torch.float64)
+    out = conv(x, torch.tensor([[1, 2, 0], [0, 0, 1]]))  # 1, 2 -> 0 and 0 -> 1; none to 2
+    assert out.flatten().tolist() == [1 + 10 * 6, 5 + 10 * -4, 7]
 
 
 def test_pixel_vig_is_its_formula():

@@ -75,6 +75,8 @@ def test_one_stage_equals_plain_lightning(name: str, num_chunks: int, tmp_path: 
         ("transformer", 2, 2),
         slow("transformer", 3, 5),
         ("edges inside", 2, 5),
+        ("gin", 3, 4),
+        slow("vig edge", 3, 4),
     ],
 )
 def test_stages_equal_plain_lightning(

@@ -289,12 +289,6 @@ def test_it_trains_in_chunks_and_validates_exactly(name: str) -> None:
     torch.testing.assert_close(*module.seen, rtol=0, atol=1e-10)
 
 
-def test_predict_is_equal_to_plain() -> None:
-    module, trainer = fit("encode, evaluated by forward", 3)
-    found, plain = (one.predict(module, LOADER) for one in (trainer, trainer_of(0)))
-    torch.testing.assert_close(found, plain, rtol=0, atol=1e-10)
-
-
 def test_stages_train_as_plain() -> None:
     """Every rank runs the second method, with weights of the last stage."""
     found, plain = (weights(fit("two methods", *given)[0]) for given in ((1, 2), (0, 1)))

@@ -7,7 +7,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.steps import model
 from tests.helpers.alike import Fits, graph
 from tests.helpers.engines import one_process_engine
 from tests.helpers.trainers import quiet_trainer
@@ -249,19 +247,6 @@ def test_what_a_forward_computes_once_is_kept() -> None:
     net, engine, inputs = make(once)
     torch.testing.assert_close(engine.forward(inputs, {}), net(*inputs))
     assert net._it == 2
-
-
-def test_modes_that_are_used_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that every other step uses outlives many that one step each uses."""
-    counted = Mock(wraps=model.cut_module)
-    net, engine, inputs = make(lambda net, h: h * net._scale)
-    monkeypatch.setattr(model, "cut_module", counted)
-    for number in range(12):
-        for net._scale in (1.0, 2.0 + number):
-            with torch.no_grad():
-                engine.forward(inputs, {})
-    assert counted.call_count == 4 + 12  # twice in each mode of autograd
-    assert len(engine.model._modes) == 8
 
 
 class Gate(nn.Module):
