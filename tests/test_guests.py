@@ -1,4 +1,4 @@
-"""Callbacks that work on the weights of the whole model: averaging, and unfreezing layers."""
+"""Callbacks that average the weights of the whole model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import torch
 import torch_geometric.nn as gnn
 from lightning.pytorch import callbacks as stock
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_gnnpipe.engine import PipelineEngine
 from tests.helpers.cases import slow
 from tests.helpers.realistic import Realistic
-from tests.helpers.trainers import assert_same, datamodule, make_trainer, weights
+from tests.helpers.trainers import assert_same, datamodule, make_trainer
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -41,36 +40,6 @@ class NormNet(nn.Module):
             x = norm(conv(x, edge_index)).relu()
             x = x if self.lin_in is None else x + x_0
         return {"h": x, "both": (x, x * 2)}
-
-
-class Frozen(Realistic):
-    """The optimizer starts with what is not frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = NormNet()
-
-    def configure_optimizers(self) -> Optimizer:
-        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.02)
-
-
-class Unfreezing(stock.BaseFinetuning):
-    """Trains head and norms alone, then the first layer as well, then the others.
-
-    The others are compared with what the optimizer has: on some rank both are empty.
-    """
-
-    def freeze_before_training(self, pl_module: L.LightningModule) -> None:
-        self.freeze([pl_module.net, pl_module.encode])
-
-    def finetune_function(
-        self, pl_module: L.LightningModule, epoch: int, optimizer: Optimizer
-    ) -> None:
-        convs = pl_module.net.convs
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(convs[0], optimizer, lr=0.01)
-        if epoch == 3:
-            self.unfreeze_and_add_param_group([convs[1], convs[2], pl_module.encode], optimizer)
 
 
 AVERAGES: dict[str, Callable[[], L.Callback]] = {
@@ -112,9 +81,7 @@ def fit(
     saved = torch.load(folder / "last.ckpt", weights_only=False)
     saved.pop("loops")
     saved.pop("gnnpipe", None)
-    kept = ("Averaging", "Unfreezing")
-    callbacks = saved["callbacks"].items()
-    saved["callbacks"] = {k: v for k, v in callbacks if any(one in k for one in kept)}
+    saved["callbacks"] = {k: v for k, v in saved["callbacks"].items() if "Averaging" in k}
     return trainer.callback_metrics, saved
 
 
@@ -155,26 +122,6 @@ def test_averaged_weights_equal_plain_lightning(
     assert_close(saved["optimizer_states"][0]["state"], plain_saved["optimizer_states"][0]["state"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "first", "second"), [("ema", 2, 3), ("swa", 0, 2)])
-def test_p6_averages_go_on_under_any_stages(
-    kind: str, first: int, second: int, tmp_path: Path
-) -> None:
-    plain, resumed = seeded(has_norms=True), seeded(has_norms=True)
-    fit(tmp_path / "0", 0, plain, AVERAGES[kind]())
-    half, options = tmp_path / "half", {"monitor": "val_loss", "save_top_k": -1}
-    saver = stock.ModelCheckpoint(half, filename="{epoch}", **options)
-    trainer = make_trainer(first, 6, AVERAGES[kind](), saver)
-    trainer.fit(seeded(has_norms=True), datamodule=datamodule())
-    with torch.no_grad():
-        for p in resumed.parameters():
-            p.zero_()
-    path = half / "epoch=4.ckpt"
-    fit(tmp_path / "1", second, resumed, AVERAGES[kind](), ckpt_path=path)
-    assert_same(resumed, plain)
-    assert_close(dict(resumed.named_buffers()), dict(plain.named_buffers()))
-
-
 def test_the_last_pass_over_averages_reads_no_stale_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Histories, and their statistics, are of the weights before the average."""
     exact: list[bool] = []
@@ -189,18 +136,3 @@ def test_the_last_pass_over_averages_reads_no_stale_row(monkeypatch: pytest.Monk
     trainer.callbacks = [c for c in trainer.callbacks if type(c).__name__ != "StalenessWarmup"]
     trainer.fit(seeded(has_norms=True), datamodule=datamodule())
     assert exact == [False] * 4 + [True]
-
-
-@pytest.mark.slow
-def test_layers_that_are_unfrozen_train_as_plainly(tmp_path: Path) -> None:
-    modules, saved = [], []
-    for number in (0, 2):
-        L.seed_everything(1, verbose=False)
-        modules.append(Frozen())
-        saved.append(fit(tmp_path / str(number), number, modules[-1], Unfreezing())[1])
-    assert saved[1]["callbacks"] == saved[0]["callbacks"]
-    expected, found = (one["optimizer_states"][0] for one in saved)
-    assert len(expected["param_groups"]) == 3 and found["param_groups"] == expected["param_groups"]
-    assert_close(found["state"], expected["state"])
-    assert_same(modules[1], modules[0])
-    assert not torch.equal(weights(modules[0].net), weights(Frozen().net))

@@ -137,16 +137,13 @@ OWN: dict[str, tuple[Make, dict[str, Any]]] = {
     "float labels": (Module, {"y": torch.rand(N)}),
     "labels outside of the classes": (Module, {"y": torch.full((N,), 7)}),
     "features of another width": (Module, {"x": torch.rand(N, D + 1)}),
-    "features without a width": (Module, {"x": torch.rand(N)}),
     "features of integers": (Module, {"x": torch.ones(N, D, dtype=torch.long)}),
-    "double features": (Module, {"x": torch.ones(N, D).double()}),
     "no features": (Module, {"x": None}),
     "no mask": (Module, {"train_mask": None}),
     "a short mask": (Module, {"train_mask": torch.ones(N - 1, dtype=torch.bool)}),
     "no attribute of the module": (of(NoLayer), {}),
     "no attribute of the graph": (lambda: Module(Takes(), lambda net, data: net(data)), {}),
     "too many rows": (of(TooManyRows), {}),
-    "an argument too few": (of(Net, "x"), {}),
     "an argument too many": (
         lambda: Module(None, lambda net, data: net(data.x, data.edge_index, size=3)),
         {},
@@ -260,13 +257,6 @@ class WithoutFeatures(nn.Module):
         return self.second(h, edge_index, edge_type)
 
 
-class Means(Net):
-    def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.convs[0](x, edge_index)
-        mean = x.mean(0)
-        return self.convs[1](x - mean, edge_index), mean
-
-
 class Straight(torch.autograd.Function):
     """Rounds, with the gradient of the identity."""
 
@@ -300,18 +290,9 @@ class RoundsInPart(Rounds):
         return self.part(x)
 
 
-class Decides(Net):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return super().forward(x, edge_index) if x.max() > 0 else x
-
-
 MASKED = ("x", "edge_index", "train_mask")
 # What is refused, in which words, and what the remedy makes of it, with what options.
 REFUSED: dict[str, tuple[Any, ...]] = {
-    "a mean of an inner layer": (
-        of(Means),
-        r"all nodes between layers, by 'mean' at .*`mean = x.mean\(0\)`(.|\n)*num_chunks=1",
-    ),
     "rows written": (
         of(WritesRows, *MASKED),
         r"assignment to some rows of a tensor at .*`x\[mask\] = 0.0`.*torch.where",
@@ -338,7 +319,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
         "forward calls the autograd function Straight, .*submodule without message passing",
         of(RoundsInPart),
     ),
-    "a decision": (of(Decides), "a decision on the values of a tensor"),
 }
 
 

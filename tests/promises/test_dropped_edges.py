@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import FullGraphDataModule, StalenessMonitor, StalenessWarmup
+from lightning_gnnpipe import StalenessMonitor, StalenessWarmup
 from tests.helpers.cases import covering, name_of, slow
 from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.launch import FitResult, run_fit, run_plain
 from tests.helpers.modules import ReferenceModule
-from tests.helpers.record import StatsRecorder, assert_steps_equal
-from tests.helpers.trainers import quiet_trainer
+from tests.helpers.record import assert_steps_equal
 
 NUM_STEPS = 5  # weights would be carried forward from the fourth on
 WARNING = "cross_chunk_edges='drop'"
@@ -101,26 +99,3 @@ def test_the_share_of_lost_edges_is_logged_once(
     num_edges, (text,) = case.data.num_edges, texts
     lost = num_edges - cut_by_hand(case).num_edges
     assert f"leaves out {lost} of {num_edges} edges ({100 * lost / num_edges:.1f} %)" in text
-
-
-def test_a_run_without_histories_is_resumed_without(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The steps after it equal those of a run that never stopped; no epoch is exact."""
-    case, stats = communities(3), StatsRecorder()
-    whole = fit_dropped("gcn", case, tmp_path, callbacks=[stats])
-    assert stats.was_exact == [False] * NUM_STEPS
-    path = tmp_path / "half.ckpt"
-    for num_epochs, resume in ((NUM_STEPS // 2, None), (NUM_STEPS, path)):
-        piped = {"partition": case.partition, "cross_chunk_edges": "drop"}
-        trainer = quiet_trainer(1, piped, max_epochs=num_epochs, callbacks=[stats])
-        module = ReferenceModule("gcn", seed=1 if resume is None else 2)
-        with caplog.at_level(logging.WARNING):
-            trainer.fit(module, FullGraphDataModule(case.data), ckpt_path=resume)
-        if resume is None:
-            trainer.save_checkpoint(path)
-            assert list(tmp_path.glob("half*")) == [path]  # no histories beside it
-    assert "has no histories" not in caplog.text
-    assert not any(stats.was_exact)
-    for name, value in whole.state_dict.items():
-        torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-10, atol=1e-10)

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -18,14 +17,12 @@ import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torch_geometric.data import Data
 
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.engine import known_graphs as known_inputs
 from lightning_gnnpipe.staleness import METHODS
 from tests.helpers.engines import one_process_engine
 from tests.helpers.observed import make_data, make_module, make_trainer
-from tests.helpers.trainers import quiet_trainer
 
 N, WIDTH = 24, 3
 EDGES = torch.stack([torch.arange(72) % N, (torch.arange(72) * 5 + 1) % N])
@@ -295,39 +292,3 @@ def test_beyond_the_bound_the_least_recently_used_input_goes(
     assert exact == {"0": True, "1": True, "0 again": False, "2": True}
     assert [steps.run(X[number], EDGES) for number in (0, 2, 1)] == [False, False, True]
     assert len(steps.engine.graphs.inputs.kept) == 2
-
-
-class KnowsLabels(L.LightningModule):
-    """Is given half of the labels, another half in each step, and predicts the rest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = gnn.GraphSAGE(2, 16, 3, 2)
-        self.losses: list[float] = []
-
-    def training_step(self, data: Data, batch_idx: int) -> Tensor:
-        is_known = torch.rand(data.y.numel()) < 0.5
-        known = (F.one_hot(data.y, 2) * is_known[:, None]).to(torch.get_default_dtype())
-        out = self.net(known, data.edge_index)
-        loss = F.cross_entropy(out[~is_known], data.y[~is_known])
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
-
-
-def test_label_masks_drawn_in_each_step_leak_nothing() -> None:
-    generator = torch.Generator().manual_seed(0)
-    half = torch.randint(200, (2, 600), generator=generator)
-    labels = torch.randint(2, (200,), generator=generator)
-    graph = Data(edge_index=torch.cat([half, half.flip(0)], dim=1), y=labels)
-    graph.num_nodes = 200
-    losses = {}
-    for num_chunks in (1, 8):
-        L.seed_everything(0, verbose=False)
-        module = KnowsLabels()
-        trainer = quiet_trainer(1, {"num_chunks": num_chunks}, max_epochs=20)
-        trainer.fit(module, DataLoader([graph], batch_size=None))
-        losses[num_chunks] = torch.tensor(module.losses)
-    torch.testing.assert_close(losses[8], losses[1], rtol=0, atol=1e-8)
