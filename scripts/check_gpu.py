@@ -37,7 +37,7 @@ CHECKS: dict[str, tuple[str, str]] = {
     "P1, two ranks": (PROMISES + "test_p1_transparency.py", "test_stages and (clip or decay)"),
     "P2, one rank": (
         PROMISES + "test_p2_stale_gradient.py",
-        "test_one_stage and (options22 or options88 or options99 or options121)",
+        "test_one_stage and (16-warmup or 5-exact or 2-snapshot)",
     ),
     "P2, stages and shards": (PROMISES + "test_p2_stale_gradient.py", "test_stages and gcnii"),
     "P2, encoders on each stage": (
