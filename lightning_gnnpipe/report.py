@@ -1,4 +1,4 @@
-"""What is told of a module in stages: their table, and the bytes and seconds of a step."""
+"""What is shown of a module in stages: their table, and the bytes and seconds of a step."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def shorten(names: Sequence[str]) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """Return the lines of a table whose column `left` is aligned left, and all others right."""
+    """Return the lines of a table whose column `left` is aligned left, and the rest right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [str.ljust if number == left else str.rjust for number in range(len(widths))]
     return [

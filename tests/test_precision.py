@@ -183,22 +183,6 @@ def test_an_overflow_on_one_stage_skips_the_step(
     torch.testing.assert_close(found["state_dict"], expected["state_dict"], rtol=0, atol=2e-3)
 
 
-@pytest.mark.slow
-def test_a_resumed_run_goes_on_with_the_loss_scale(tmp_path: Path) -> None:
-    def run(name: str, num_stages: int, overflow_at: int, **options: Any) -> Any:
-        folder, args = tmp_path / name, precision_args("16-mixed", growth_interval=3)
-        witness, module = ScaleWitness(folder), seeded(overflow_at=overflow_at)
-        return fit(folder, num_stages, module, witness, **args, **options)[0]
-
-    expected = run("0", 0, 1)
-    run("a", 2, 1, epochs=3)
-    found = run("b", 2, -1, ckpt_path=tmp_path / "a" / "last.ckpt")
-    assert found["MixedPrecision"] == expected["MixedPrecision"]
-    scales = [(tmp_path / "b" / f"scales{rank}").read_text() for rank in range(2)]
-    assert scales == ["512.0 1024.0 "] * 2
-    torch.testing.assert_close(found["state_dict"], expected["state_dict"], rtol=0, atol=2e-3)
-
-
 class Scales(MixedPrecision):
     """Scales losses, and computes in the precision of the module."""
 

@@ -263,7 +263,7 @@ class SampleRun:
         """Run `node`, whose operands have run."""
         if node.op == "output":
             return
-        first, *others = self._runs
+        first, *rest = self._runs
         try:
             versions = self._versions_now()
             result = self._result(first, node)
@@ -280,7 +280,7 @@ class SampleRun:
             for one in same:
                 self.writers[one.name].add(node.name)
         first.env[node] = result
-        for other in others:
+        for other in rest:
             try:
                 other.env[node] = self._result(other, node)
             except Exception as error:  # raised if a question needs it
@@ -348,8 +348,8 @@ class SampleRun:
             return UNKNOWN
         return tuple([self._counted(*sizes) for sizes in zip(*shapes, strict=True)])
 
-    def _counted(self, size: int, *others: int) -> Any:
-        is_fixed = size not in self._pairs and all(other == size for other in others)
+    def _counted(self, size: int, *sizes: int) -> Any:
+        is_fixed = size not in self._pairs and all(other == size for other in sizes)
         return self._kinds.get(size, None if is_fixed else UNKNOWN)
 
     def _refuse(self, error: Exception, node: fx.Node) -> UnsupportedError:
