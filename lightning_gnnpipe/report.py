@@ -9,9 +9,9 @@ from typing import get_args
 from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Kind
-from lightning_gnnpipe.chunks import LayerNames
 from lightning_gnnpipe.codecs import Codecs
-from lightning_gnnpipe.stages import Layers, Stage, ids_in_stages
+from lightning_gnnpipe.layers import find_convs
+from lightning_gnnpipe.stages import Layers, Segment, Stage, ids_in_stages, line_of_node, strip_root
 from lightning_gnnpipe.types import Weights
 
 _MIB = 2**20
@@ -88,6 +88,26 @@ class Split:
 def _gradient_bytes(weights: Iterable[Tensor]) -> int:
     """Return the bytes of gradients, each with a number for whether there is one."""
     return sum(one.nbytes + one.element_size() for one in weights)
+
+
+class LayerNames:
+    """Names the message-passing layers of `module` in a segment."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._convs = {id(conv): name for name, conv in find_convs(module).items()}
+
+    def of(self, segment: Segment) -> str:
+        """Return the names of the message-passing layers in `segment`, else its number."""
+        names = [self._convs[id(m)] for m in segment.module.modules() if id(m) in self._convs]
+        return ", ".join(dict.fromkeys(names)) or f"layer {segment.index}"
+
+    @staticmethod
+    def of_repeated(part: Segment) -> tuple[str, ...]:
+        """Return the names of modules with weights in a recomputed part, else its source lines."""
+        names = [strip_root(name) for name, _ in part.module.named_parameters()]
+        owners = dict.fromkeys(name.rpartition(".")[0] or name for name in names)
+        lines = (line_of_node(end).partition(",")[0] for end in part.ends.values())
+        return tuple(owners) or tuple(dict.fromkeys(lines))
 
 
 def stage_table(split: Split, root: nn.Module, costs: Sequence[float]) -> str:

@@ -1,13 +1,5 @@
 """One rank's part of a step: chunks forward, then backward; and the costs of layers."""
 
-from lightning_gnnpipe.chunks.chunk_run import (
-    LayerNames,
-    PassSpec,
-    SeedOf,
-    make_seeds,
-    own_random_stream,
-    run_segments,
-)
 from lightning_gnnpipe.chunks.costs import (
     LayerCost,
     StepCosts,
@@ -17,7 +9,13 @@ from lightning_gnnpipe.chunks.costs import (
     synchronize,
 )
 from lightning_gnnpipe.chunks.inputs import BatchInputs, PassInputs, PlannedInputs
-from lightning_gnnpipe.chunks.step import Step
+from lightning_gnnpipe.chunks.segments import (
+    SeedOf,
+    make_seeds,
+    own_random_stream,
+    run_segments,
+)
+from lightning_gnnpipe.chunks.step import PassSpec, Step
 from lightning_gnnpipe.chunks.step_trace import (
     PipelineStats,
     RankRecord,

@@ -20,6 +20,7 @@ class PassInputs(ABC):
     def __init__(self) -> None:
         self._call: Call | None = None
         self._grads: dict[int, Tensor] = {}
+        self._found: dict[tuple[int, bool, Kind, int], Tensor] = {}  # see `_places`
 
     def slice(self, chunk: Any, names: Iterable[str]) -> dict[str, Any]:
         """Return the chunk's part of each leaf in `names`."""
@@ -62,8 +63,11 @@ class PassInputs(ABC):
         return self._places(chunk, value.kind, value.edge_set)
 
     def _places(self, chunk: Any, kind: Kind, number: int) -> Tensor:
-        first, end = self.span(chunk, kind, number)
-        return self._order(kind, number)[first:end]
+        key = chunk.index, chunk.is_whole, kind, number
+        if key not in self._found:
+            first, end = self.span(chunk, kind, number)
+            self._found[key] = self._origins(kind, number)[first:end]
+        return self._found[key]
 
     @abstractmethod
     def span(self, chunk: Any, kind: Kind, number: int) -> tuple[int, int]:
@@ -82,7 +86,7 @@ class PassInputs(ABC):
         """Return an edge-level leaf of the whole graph; see `passing.EdgeLeaves`."""
 
     @abstractmethod
-    def _order(self, kind: Kind, number: int) -> Tensor:
+    def _origins(self, kind: Kind, number: int) -> Tensor:
         """Return the user's row at each place in the order of chunks."""
 
     @abstractmethod
@@ -99,28 +103,50 @@ class PassInputs(ABC):
 class PlannedInputs(PassInputs):
     """The leaves of a call in the order of a plan, so that each chunk is a slice.
 
-    They are permuted once. The copy is cached while the user's batch holds the same tensor.
+    They are permuted once and sliced once: copies and slices stay while the batch holds the same
+    tensors.
     """
 
     def __init__(self, plan: ChunkPlan) -> None:
         super().__init__()
         self._plan = plan
-        self._cache: dict[str, tuple[int | None, Tensor]] = {}  # number of the leaf, permuted
+        self._copies: dict[str, tuple[int | None, Tensor]] = {}  # number of the leaf, permuted
         self._numbers: Sequence[int | None] = ()
         self._kinds: tuple[Kind, ...] = ()
         self._sets: tuple[int, ...] = ()
+        self._lasting: dict[str, Any] = {}  # what is sliced once: number, kind and edge set
+        self._slices: dict[tuple[int, bool], dict[str, Tensor]] = {}  # by chunk and name
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the permuted copies."""
-        return sum(copy.nbytes for _, copy in self._cache.values())
+        return sum(copy.nbytes for _, copy in self._copies.values())
 
     def load(self, call: Call, inputs: Inputs, numbers: Sequence[int | None] = ()) -> None:
         """Use the tensors of `call`; copies are reused while their number stays, if not None."""
         self._numbers = numbers or (None,) * len(call.leaves)
-        self._cache = {n: one for n, one in self._cache.items() if one[0] is not None}
+        self._copies = {n: one for n, one in self._copies.items() if one[0] is not None}
         self._call, self._kinds, self._sets = call, inputs.kinds, inputs.edge_sets
         self._grads.clear()
+        known = zip(call.leaves, self._numbers, self._kinds, self._sets, strict=True)
+        lasting = {
+            f"leaf_{slot}": (number, kind, edge_set)
+            for slot, (leaf, number, kind, edge_set) in enumerate(known)
+            if number is not None and not leaf.requires_grad and kind is not Kind.WHOLE
+            if slot not in call.weights  # new rows in each step
+        }
+        if lasting != self._lasting:
+            self._lasting = lasting
+            self._slices.clear()
+
+    def slice(self, chunk: Chunk, names: Iterable[str]) -> dict[str, Any]:
+        known = self._slices.setdefault((chunk.index, chunk.is_whole), {})
+        found = {}
+        for name in names:
+            found[name] = known[name] if name in known else self._slice(chunk, name)
+            if name in self._lasting:
+                known[name] = found[name]
+        return found
 
     def release(self) -> None:
         """Drop the call and its gradients; the permuted copies stay."""
@@ -147,7 +173,7 @@ class PlannedInputs(PassInputs):
         own = self._with_edges(chunk, number)
         return own.edge_start, own.edge_end
 
-    def _order(self, kind: Kind, number: int) -> Tensor:
+    def _origins(self, kind: Kind, number: int) -> Tensor:
         return self._plan.edge_set(number).edge_perm if kind is Kind.EDGE else self._plan.perm
 
     def num_places(self, value: Value) -> int:
@@ -178,11 +204,11 @@ class PlannedInputs(PassInputs):
             return self._with_edges(chunk, number).edge_index
         if kind is Kind.WHOLE:
             part = leaf.detach()
-        elif slot in self.weights:  # new rows in each step
+        elif slot in self.weights:
             part = leaf.detach()[self._places(chunk, kind, number)]
         else:
             first, end = self.span(chunk, kind, number)
-            part = self._permuted(name, slot, self._order(kind, number))[first:end]
+            part = self._permuted(name, slot, self._origins(kind, number))[first:end]
         return part.detach().requires_grad_() if leaf.requires_grad else part
 
     def _with_edges(self, chunk: Chunk, edge_set: int) -> Chunk:
@@ -194,10 +220,10 @@ class PlannedInputs(PassInputs):
 
     def _permuted(self, name: str, slot: int, order: Tensor) -> Tensor:
         number, leaf = self._numbers[slot], self._leaf(slot)
-        cached = self._cache.get(name)
+        cached = self._copies.get(name)
         if cached is None or cached[0] != number:
             with torch.inference_mode(False), torch.no_grad():
-                cached = self._cache[name] = number, leaf.detach()[order]
+                cached = self._copies[name] = number, leaf.detach()[order]
         return cached[1]
 
 
@@ -213,7 +239,7 @@ class BatchInputs(PassInputs):
     def span(self, chunk: MicroBatch, kind: Kind, number: int) -> tuple[int, int]:
         return self._rows.span(kind, number, chunk.span)
 
-    def _order(self, kind: Kind, number: int) -> Tensor:
+    def _origins(self, kind: Kind, number: int) -> Tensor:
         return self._rows.places(kind, number)
 
     def num_places(self, value: Value) -> int:

@@ -13,20 +13,62 @@ the chunks on both sides, so they cannot deadlock; no message of one phase is le
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
-from lightning_gnnpipe.chunks.chunk_run import PassSpec, Piece, run_recomputed, run_segments
-from lightning_gnnpipe.chunks.step_trace import Recorder
-from lightning_gnnpipe.comm import Label
+from lightning_gnnpipe.chunks.inputs import PassInputs
+from lightning_gnnpipe.chunks.segments import (
+    SeedOf,
+    run_recomputed,
+    run_segments,
+    unread_after,
+)
+from lightning_gnnpipe.chunks.step_trace import TraceEvent
+from lightning_gnnpipe.codecs import Codecs
+from lightning_gnnpipe.comm import Label, Transport
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.stages import Value
+from lightning_gnnpipe.graph import BatchPlan, Chunk, ChunkPlan, MicroBatch
+from lightning_gnnpipe.layers import NativeContext
+from lightning_gnnpipe.passing import MessageContext
+from lightning_gnnpipe.stages import Stage, Value
 from lightning_gnnpipe.types import Phase
 
 _AHEAD = 2  # a receive is posted this many chunks before its own: a rank has at most 3 open
+
+Piece = Chunk | MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class PassSpec:
+    """Specification of one pass.
+
+    Attributes:
+        stage: This rank's stage.
+        plan: The chunks; the one-chunk plan in exact passes over one graph.
+        order: The chunks' order in forward; backward takes them in reverse.
+        seed_of: None leaves the random stream alone.
+        is_training: Whether a backward pass follows.
+        recompute: Whether backward recomputes activations.
+        codecs: Codecs of messages between stages.
+    """
+
+    stage: Stage
+    outputs: tuple[Value, ...]
+    plan: ChunkPlan | BatchPlan
+    order: Sequence[int]
+    inputs: PassInputs
+    context: MessageContext | NativeContext
+    transport: Transport
+    seed_of: SeedOf | None
+    is_training: bool
+    recompute: bool
+    codecs: Codecs
 
 
 @dataclass(slots=True)
@@ -53,10 +95,9 @@ class Step:
             "forward": [self._stage.values[name] for name in self._stage.received],
             "backward": [value for value in self._sent if value.requires_grad],
         }
+        self._unread = unread_after(self._stage.computed, self._stage.sent)
         self._states: dict[int, _ChunkState] = {}  # by chunk
-        self.recorder = Recorder(
-            self._mesh.rank, self._stage.index, lambda: spec.transport.waited_s
-        )
+        self.events: list[TraceEvent] = []
 
     def forward(self) -> list[Tensor]:
         """Run the forward phase; return the outputs on all ranks, `[num_rows, *]` in user order."""
@@ -70,7 +111,7 @@ class Step:
             for value in spec.outputs
         ]
         for chunk, received in self._receive("forward", spec.order):
-            with self.recorder.record("forward", chunk.index):
+            with self._timed("forward", chunk.index):
                 sent = self._compute(chunk, received)
                 if self._mesh.is_last:
                     for output, value, part in zip(outputs, spec.outputs, sent, strict=True):
@@ -83,7 +124,7 @@ class Step:
         """Run backward from `output_grads` (user's order)."""
         spec, order = self.spec, self.spec.order[::-1]
         for chunk, received in self._receive("backward", order):
-            with self.recorder.record("backward", chunk.index):
+            with self._timed("backward", chunk.index):
                 if self._mesh.is_last:
                     pairs = zip(output_grads, spec.outputs, strict=True)
                     grads = [grad[spec.inputs.places(chunk, value)] for grad, value in pairs]
@@ -101,8 +142,11 @@ class Step:
             tensor.requires_grad_(spec.is_training and stage.values[name].requires_grad)
         leaves = spec.inputs.slice(chunk, stage.leaves)
         values = leaves | dict(zip(stage.received, received, strict=True))
-        run = run_recomputed if spec.recompute and spec.is_training else run_segments
-        run(stage.computed, values, chunk, spec.context, spec.seed_of, stage.sent)
+        given = stage.computed, values, chunk, spec.context, spec.seed_of
+        if spec.recompute and spec.is_training:
+            run_recomputed(*given, stage.sent)
+        else:
+            run_segments(*given, self._unread)
         sent = [values[name] for name in stage.sent]
         for value, part in zip(self._sent, sent, strict=True):
             self._check_rows(chunk, value, part)
@@ -113,10 +157,10 @@ class Step:
     def _differentiate(self, chunk: Piece, grads: Sequence[Tensor]) -> list[Tensor]:
         """Run autograd from gradients of sent tensors; return gradients of received ones."""
         state = self._states.pop(chunk.index)
-        roots = [(t, g) for t, g in zip(state.sent, grads, strict=True) if t.requires_grad]
-        if roots:
+        pairs = zip(state.sent, grads, strict=True)
+        if roots := [(tensor, grad) for tensor, grad in pairs if tensor.requires_grad]:
             with torch.autocast(self._device.type, enabled=False):
-                torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
+                torch.autograd.backward(*zip(*roots, strict=True))
         self.spec.inputs.add_grads(chunk, state.leaves)
         return [
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
@@ -134,19 +178,32 @@ class Step:
                 continue
             first = place + _AHEAD if place else 0
             for early in chunks[first : place + _AHEAD + 1]:
-                buffers = [
-                    torch.empty(self._shape(early, value), dtype=value.dtype, device=self._device)
-                    for value in self._expected[phase]
-                ]
+                buffers = [self._buffer(early, value) for value in self._expected[phase]]
                 codec = self.spec.codecs.of(phase)
                 transport.post_receive(source, Label(phase, early.index), buffers, codec)
             yield chunk, transport.wait_receive(Label(phase, chunk.index))
 
     def _send(self, phase: Phase, chunk: Piece, tensors: Sequence[Tensor]) -> None:
         """Start to send `tensors` to the neighbour, if there is one."""
-        target, codec = self._targets[phase], self.spec.codecs.of(phase)
+        target = self._targets[phase]
         if target is not None:
+            codec = self.spec.codecs.of(phase)
             self.spec.transport.send(target, Label(phase, chunk.index), tensors, codec)
+
+    @contextmanager
+    def _timed(self, phase: Phase, chunk: int) -> Iterator[None]:
+        """Time the block, by the host's clock, as the computation of `chunk`.
+
+        torch's profiler, and Lightning's, show it as a range such as "forward stage 0 chunk 2".
+        """
+        transport, rank = self.spec.transport, self._mesh.rank
+        start, waited = time.perf_counter(), transport.waited_s
+        try:
+            with record_function(f"{phase} stage {self._stage.index} chunk {chunk}"):
+                yield
+        finally:
+            end, wait_us = time.perf_counter(), 1e6 * (transport.waited_s - waited)
+            self.events.append(TraceEvent(rank, phase, chunk, 1e6 * start, 1e6 * end, wait_us))
 
     def _collect(self, outputs: list[Tensor]) -> list[Tensor]:
         """Broadcast the outputs from the last stage, and return them; a collective call."""
@@ -165,12 +222,13 @@ class Step:
     def _rank_of(self, stage: int) -> int | None:
         return self._mesh.rank_of(stage) if 0 <= stage < self._mesh.num_stages else None
 
-    def _shape(self, chunk: Piece, value: Value) -> tuple[int, ...]:
-        return self.spec.inputs.num_rows(chunk, value), *value.row_shape
+    def _buffer(self, chunk: Piece, value: Value) -> Tensor:
+        shape = self.spec.inputs.num_rows(chunk, value), *value.row_shape
+        return torch.empty(shape, dtype=value.dtype, device=self._device)
 
     def _check_rows(self, chunk: Piece, value: Value, part: Tensor) -> None:
         """Raise unless `part` has the shape that the next stage, or the user, expects."""
-        shape = self._shape(chunk, value)
+        shape = self.spec.inputs.num_rows(chunk, value), *value.row_shape
         if part.shape != shape:
             raise UnsupportedError(
                 expected=f"a tensor with one row per {value.kind.value} of shape "

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
 import torch
-from torch.profiler import record_function
 
 from lightning_gnnpipe.types import Phase
 
@@ -87,31 +84,6 @@ class RankRecord:
     events: list[TraceEvent]
     bytes_by_kind: dict[str, int]
     peak_memory_bytes: int
-
-
-@dataclass(slots=True)
-class Recorder:
-    """Times this rank's chunks by the host's monotonic clock.
-
-    torch's profiler, and Lightning's, show each as a range such as "forward stage 0 chunk 2".
-    """
-
-    rank: int
-    stage: int
-    waited_s: Callable[[], float]
-    events: list[TraceEvent] = field(default_factory=list)
-
-    @contextmanager
-    def record(self, phase: Phase, chunk: int) -> Iterator[None]:
-        """Time the block as the computation of `chunk`."""
-        start, waited = time.perf_counter(), self.waited_s()
-        try:
-            with record_function(f"{phase} stage {self.stage} chunk {chunk}"):
-                yield
-        finally:
-            times = start, time.perf_counter(), self.waited_s() - waited
-            times_us = (1e6 * one for one in times)
-            self.events.append(TraceEvent(self.rank, phase, chunk, *times_us))
 
 
 def merge_stats(

@@ -20,7 +20,6 @@ from torch_geometric.nn import HANConv
 from lightning_gnnpipe.calls import Call, Inputs, Kind
 from lightning_gnnpipe.chunks import (
     LayerCost,
-    LayerNames,
     PlannedInputs,
     StepCosts,
     counting_saved_bytes,
@@ -56,7 +55,7 @@ from lightning_gnnpipe.planning.pipeline_plan import (
     StageForecast,
     choose_layout,
 )
-from lightning_gnnpipe.report import Split
+from lightning_gnnpipe.report import LayerNames, Split
 from lightning_gnnpipe.selfcheck import check_layers
 from lightning_gnnpipe.stages import (
     Layers,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind
-from lightning_gnnpipe.chunks import BatchInputs, LayerNames, PlannedInputs
+from lightning_gnnpipe.chunks import BatchInputs, PlannedInputs
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import Chunk, plan_from_assignment, plan_micro_batches
 from lightning_gnnpipe.layers import (
@@ -27,6 +27,7 @@ from lightning_gnnpipe.layers import (
 )
 from lightning_gnnpipe.methods import flatten
 from lightning_gnnpipe.passing import replace_attributes
+from lightning_gnnpipe.report import LayerNames
 from lightning_gnnpipe.selfcheck.compare import (
     OF_GRADIENTS,
     Gradients,

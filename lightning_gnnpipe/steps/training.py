@@ -142,7 +142,7 @@ class TrainingPass:
         return PassRecord(
             self.is_exact,
             self._spec.plan.num_chunks,
-            self._step.recorder.events,
+            self._step.events,
             dict(self._spec.transport.meter),
             staleness,
         )
