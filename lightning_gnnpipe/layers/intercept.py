@@ -22,7 +22,6 @@ from lightning_gnnpipe._compat_pyg import (
     UNDECOMPOSED,
     arguments_of,
     arguments_of_update,
-    multiplies_matrix,
 )
 from lightning_gnnpipe._compat_torch import BATCH_NORM
 from lightning_gnnpipe.errors import UnsupportedError
@@ -32,10 +31,7 @@ from lightning_gnnpipe.layers.relations import RELATIONAL, check_order, related
 from lightning_gnnpipe.layers.statistics import has_statistics, whole_statistics
 from lightning_gnnpipe.passing import (
     ROWS,
-    CallKey,
     ChunkMatrix,
-    Entries,
-    LinearRule,
     MessageContext,
     Replacement,
     linear_rule,
@@ -184,12 +180,15 @@ def _wrap(
     def run(edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
         if is_propagate and conv.decomposed_layers > 1:
             return _in_pieces(conv, run, edge_index, sources, kwargs)
-        call, entries = context.next_call(name), context.entries_of(edge_index)
+        call = context.next_call(name)
         if rule is not None and conv.flow == "source_to_target":
-            key = CallKey(context.segment, name, call, ROWS)
-            summed = _weighted_sum(key, conv, rule, edge_index, entries, kwargs, context)
+            rows = kwargs.get(ROWS)
+            rows = rows[0] if isinstance(rows, tuple | list) else rows
+            weight = None if rule.weight is None else kwargs.get(rule.weight)
+            summed = context.weighted_sum(name, call, rule, edge_index, rows, weight)
             if summed is not None:
                 return summed
+        entries = context.entries_of(edge_index)
         with context.along(edge_index if entries is None else entries.edges):
             return pass_messages(call, edge_index, kwargs)
 
@@ -223,31 +222,6 @@ def _wrap(
         return (wide, target) if is_pair or argument in by_target else wide
 
     return run
-
-
-def _weighted_sum(
-    key: CallKey,
-    conv: MessagePassing,
-    rule: LinearRule,
-    edges: Any,
-    entries: Entries | None,
-    kwargs: Mapping[str, Any],
-    context: MessageContext,
-) -> Tensor | None:
-    """Aggregate a linear layer's messages by one sparse product; None if not possible."""
-    value = kwargs.get(ROWS)
-    rows = value[0] if isinstance(value, tuple | list) else value
-    weight = None if rule.weight is None else kwargs.get(rule.weight)
-    if entries is not None:
-        edges = entries.edges
-        if conv.fuse:
-            if not multiplies_matrix(conv):
-                return None
-            drops_values = entries.layout is None and rule.weight is None  # of a SparseTensor
-            weight = None if drops_values else entries.weight
-        elif rule.weight == "edge_weight" and weight is None:
-            weight = entries.weight
-    return context.weighted_sum(key, edges, rows, weight, is_mean=rule.is_mean)
 
 
 def _in_pieces(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch_geometric.nn import MessagePassing, aggr
 
-from lightning_gnnpipe._compat_pyg import has_own_propagate, passing_hooks
+from lightning_gnnpipe._compat_pyg import has_own_propagate, multiplies_matrix, passing_hooks
 from lightning_gnnpipe._compat_torch import has_hooks
 from lightning_gnnpipe.graph import Chunk
 from lightning_gnnpipe.passing.sparse import Adjacency, multiply
@@ -112,10 +112,15 @@ _AGGREGATIONS: dict[type, bool] = {aggr.SumAggregation: False, aggr.MeanAggregat
 
 
 class LinearRule(NamedTuple):
-    """How a layer aggregates. `weight`: the argument of `propagate` with one factor per edge."""
+    """How a layer aggregates.
+
+    `weight`: the argument of `propagate` with one factor per edge. `multiplies`: whether a matrix
+    as edges is multiplied as PyG wrote it, not as the user did; None if it is taken apart.
+    """
 
     weight: str | None
     is_mean: bool
+    multiplies: bool | None
 
 
 def linear_rule(conv: MessagePassing) -> LinearRule | None:
@@ -133,18 +138,26 @@ def linear_rule(conv: MessagePassing) -> LinearRule | None:
         and not has_hooks(conv.aggr_module)
         and not any(passing_hooks(conv))
     )
-    return LinearRule(_LINEAR[kind.message], is_mean) if is_plain and is_mean is not None else None
+    if not is_plain or is_mean is None:
+        return None
+    multiplies = multiplies_matrix(conv) if conv.fuse else None
+    return LinearRule(_LINEAR[kind.message], is_mean, multiplies)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundSum:
     """A weighted sum of a layer bound to one chunk: what stays the same in all steps.
 
-    `edges` and `weight` are those that the layer was called with, `[num_edges]`.
+    Attributes:
+        edges: What the layer passes messages along: a tensor, `[2, num_edges]`, or a matrix.
+        weight: What it multiplies messages by, `[num_edges]`.
+        dtype: Of the values of the matrix; None for ones.
     """
 
+    rule: LinearRule
     edges: Any
     weight: Tensor | None
+    dtype: torch.dtype | None
     adjacency: Adjacency
     chunk: Chunk
     store: HistoryStore | None  # None for whole-graph inference, or without cross-chunk edges
@@ -162,7 +175,7 @@ class BoundSum:
             table = rows if store.shards is None else store.read(key, chunk).to(rows.dtype)
             return multiply(self.adjacency.rows(chunk, table.dtype), table)
         if is_replay:
-            return store.kept_output(key, chunk).to(rows.dtype)
+            return store.grads(key).kept_output(chunk).to(rows.dtype)
         table = store.read(key, chunk)
         output = multiply(self.adjacency.rows(chunk, table.dtype), table).to(rows.dtype)
         drift = store.drift(key, chunk)
@@ -170,7 +183,7 @@ class BoundSum:
             stale, moved = drift
             output.addr_(self.adjacency.entry_sums(chunk, stale, output.dtype), moved.to(output))
         if tape is not None:
-            store.keep_output(key, chunk, output)
+            store.grads(key).keep_output(chunk, output)
         return output
 
     def backward(self, grad: Tensor) -> Tensor:
@@ -178,7 +191,7 @@ class BoundSum:
             return multiply(self.adjacency.block(self.chunk, grad.dtype, by_source=True), grad)
         if self.chunk.is_whole:
             return self._give_back(self.store.shards, grad)
-        table, done = self.store.add_output_grad(self.key, self.chunk, grad)
+        table, done = self.store.grads(self.key).add_output(self.chunk, grad)
         scale = self.store.linear_scale
         return self._give_back(self.store.shards, table, scale, done).to(grad.dtype)
 

@@ -23,7 +23,15 @@ from torch import Tensor
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
-from lightning_gnnpipe.passing.aggregate import BoundSum, CallKey, LinearAggregate, PushPull, Tape
+from lightning_gnnpipe.passing.aggregate import (
+    ROWS,
+    BoundSum,
+    CallKey,
+    LinearAggregate,
+    LinearRule,
+    PushPull,
+    Tape,
+)
 from lightning_gnnpipe.passing.edges import WHOLE, GraphEdges, LocalEdges
 from lightning_gnnpipe.passing.matrix import RUNNING, Entries
 from lightning_gnnpipe.staleness import HistoryStore
@@ -87,10 +95,7 @@ class MessageContext(TapedContext):
         self.chooses_edges = self.edges.are_several
         self._bound: dict[Hashable, BoundSum] = {}
         self.at, self.segment = _OUTSIDE, 0
-        self._clear()
-
-    def _clear(self) -> None:
-        """Forget what belongs to one run of a segment over a chunk."""
+        # Of one run of a segment over a chunk:
         self._leaves: dict[int, tuple[str, int]] = {}  # by tensor id: leaf, version of the tensor
         self._calls: dict[str, int] = {}
         self._widened: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = {}
@@ -99,7 +104,7 @@ class MessageContext(TapedContext):
     def enter(self, chunk: Chunk, segment: int, leaves: Mapping[str, Tensor] | None = None) -> None:
         """Start `segment` on `chunk`, with the chunk's parts of the batch's leaves."""
         self.at, self.segment = self.edges.on(chunk), segment
-        self._clear()
+        self._leaves, self._calls, self._widened, self._matrices = {}, {}, {}, {}
         if leaves:
             for name, tensor in leaves.items():
                 self._leaves[id(tensor)] = name, version_of(tensor)
@@ -108,7 +113,7 @@ class MessageContext(TapedContext):
     def leave(self) -> None:
         """Forget the running chunk and the tensors that it widened."""
         self.at = _OUTSIDE
-        self._clear()
+        self._leaves, self._calls, self._widened, self._matrices = {}, {}, {}, {}
         RUNNING.set(None)
 
     @property
@@ -197,7 +202,7 @@ class MessageContext(TapedContext):
         return name if tensor is not None and version == version_of(tensor) >= 0 else None
 
     def weighted_sum(
-        self, key: CallKey, edges: Any, rows: Any, weight: Tensor | None, *, is_mean: bool
+        self, layer: str, call: int, rule: LinearRule, edges: Any, rows: Any, weight: Tensor | None
     ) -> Tensor | None:
         """Return sums of source rows times `weight`, `[num_edges]`, by one product.
 
@@ -205,40 +210,52 @@ class MessageContext(TapedContext):
         """
         if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
             return None
-        place = self.at.place, key, is_mean
-        bound = self._bound.get(place)
-        if bound is None or bound.edges is not edges or bound.weight is not weight:
-            with self.along(edges):
-                bound = self._bind(key, edges, weight, is_mean)
+        key = self.at.place, self.segment, layer, call
+        bound = self._bound.get(key)
+        if bound is None or not (
+            bound.edges is edges and bound.weight is weight and bound.rule == rule
+        ):
+            bound = self._bind(CallKey(*key[1:], ROWS), rule, edges, weight)
             if bound is None:
                 return None
-            self._bound[place] = bound
+            self._bound[key] = bound
         if rows.size(0) != bound.chunk.num_nodes:
             return None
-        if weight is not None:
-            rows = rows.to(torch.promote_types(rows.dtype, weight.dtype))  # of messages
-        return cast(Tensor, cast(Any, LinearAggregate).apply(rows, bound, self.tape))
+        if bound.dtype is not None:
+            rows = rows.to(torch.promote_types(rows.dtype, bound.dtype))  # of messages
+        summed: Tensor = cast(Any, LinearAggregate).apply(rows, bound, self.tape)
+        return summed
 
     def _bind(
-        self, key: CallKey, edges: Any, weight: Tensor | None, is_mean: bool
+        self, key: CallKey, rule: LinearRule, edges: Any, weight: Tensor | None
     ) -> BoundSum | None:
-        """Find the matrix of `edges` and `weight`; None if it may change from step to step."""
-        at = self.at
-        if weight is not None and (weight.requires_grad or weight.dim() != 1):
+        """Find the matrix of a weighted sum; None if it may change from step to step."""
+        own, values = edges, weight  # with one value for each edge
+        entries = self.entries_of(edges)
+        if entries is not None:
+            own = entries.edges
+            if rule.multiplies is not None:
+                if not rule.multiplies:
+                    return None
+                drops_values = entries.layout is None and rule.weight is None  # of a SparseTensor
+                values = None if drops_values else entries.weight
+            elif rule.weight == "edge_weight" and values is None:
+                values = entries.weight
+        if values is not None and (values.requires_grad or values.dim() != 1):
             return None
         if self.store is not None and not self.store.is_local and not self.is_whole:
             return None
-        adjacency = self.edges.adjacency(edges, weight, is_mean=is_mean)
-        if adjacency is None and edges is at.chunk.edge_index:
-            leaf = self.whole_leaf(weight)
-            source = self.leaf_name(weight), at.edge_set, at.is_reverse
-            if weight is None or (leaf is not None and leaf.dim() == 1):
-                adjacency = self.edges.batch_adjacency(
-                    source, at.whole.edge_index, leaf, is_mean=is_mean
-                )
+        with self.along(own):
+            at, leaf, name = self.at, self.whole_leaf(values), self.leaf_name(values)
+        adjacency = self.edges.adjacency(own, values, is_mean=rule.is_mean)
+        is_known = values is None or (leaf is not None and leaf.dim() == 1)
+        if adjacency is None and own is at.chunk.edge_index and is_known:
+            source, positions = (name, at.edge_set, at.is_reverse), at.whole.edge_index
+            adjacency = self.edges.batch_adjacency(source, positions, leaf, is_mean=rule.is_mean)
         if adjacency is None:
             return None
-        return BoundSum(edges, weight, adjacency, at.chunk, self.store, key)
+        dtype = None if values is None else values.dtype
+        return BoundSum(rule, edges, weight, dtype, adjacency, at.chunk, self.store, key)
 
     def as_matrix(self, entries: Entries) -> Any:
         """Return local entries as a layer receives them, `[num_nodes, num_nodes + num_halo]`."""

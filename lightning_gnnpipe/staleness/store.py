@@ -1,65 +1,27 @@
 """Histories of one stage: push writes a chunk's rows, pull reads its halo rows; their gradients.
 
-Rows are in plan order, so a chunk's rows are one slice, written at once: one age per chunk.
+Rows are in plan order, so a chunk's rows are one slice, written at once: one age per chunk. A step
+also collects, chunk by chunk, the mean drift of rows and, for callbacks, the staleness of reads.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_gnnpipe.graph import Chunk
-from lightning_gnnpipe.staleness.buffers import GradientBuffer, HostCopies, MeanDrift, Wait, done
+from lightning_gnnpipe.staleness.copies import HostCopies, Wait, done
 from lightning_gnnpipe.staleness.method import HistoryOptions
 from lightning_gnnpipe.staleness.moments import MomentStore
-from lightning_gnnpipe.staleness.recorder import StalenessRecorder
 
 NEVER = -1
-
-
-@dataclass(slots=True)
-class _History:
-    """Rows, `[num_rows, *]`, with their gradients, and a snapshot of them (`kept`)."""
-
-    rows: Tensor
-    written: list[int]  # for each chunk the step that wrote its rows
-    grads: GradientBuffer
-    kept: Tensor | None = None
-    kept_written: list[int] = field(default_factory=list)
-    old: Tensor | None = None  # overwritten rows, for recomputation in backward
-    is_filled: bool = False  # whether all chunks have written rows
-    drift: MeanDrift | None = None  # if the method corrects drift
-    arriving: dict[int, Wait] = field(default_factory=dict)  # copies of chunks to the host
-
-    def settle(self, chunks: Iterable[int] | None = None) -> None:
-        """Wait until the rows of `chunks`, by default of all, have arrived."""
-        for chunk in list(self.arriving) if chunks is None else chunks:
-            self.arriving.pop(chunk, done)()
-
-    def note_all(self) -> None:
-        """Restart the drift after all rows were overwritten."""
-        if self.drift is not None:
-            self.drift.replace(self.rows)
-
-    def take_snapshot(self) -> None:
-        self.settle()
-        if self.kept is None or self.kept.dtype != self.rows.dtype:
-            self.kept = torch.empty_like(self.rows)
-        self.kept.copy_(self.rows)
-        self.kept_written = list(self.written)
-
-    def restore_snapshot(self) -> None:
-        """Copy the snapshot, if there is one, to the rows."""
-        if self.kept is not None:
-            self.settle()
-            self.rows.copy_(self.kept)
-            self.written = list(self.kept_written)
-            self.note_all()
+_DEFAULTS = HistoryOptions()
 
 
 class ShardLink(Protocol):
@@ -73,9 +35,6 @@ class ShardLink(Protocol):
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of the tensors of all ranks of the stage; collective."""
-
-
-_DEFAULTS = HistoryOptions()
 
 
 class HistoryStore:
@@ -192,7 +151,9 @@ class HistoryStore:
 
     def push(self, key: Hashable, chunk: Chunk, rows: Tensor, *, keeps_old: bool = False) -> None:
         """Write the chunk's rows, `[num_nodes, *]`; `keeps_old` keeps the old for `pull_again`."""
-        entry = self._entry(key, rows)
+        entry = self._entries.get(key)
+        if entry is None or entry.given != rows.dtype:
+            entry = self._entry(key, rows)
         chunks = range(self.num_chunks) if chunk.is_whole else (chunk.index,)
         self._pushed.add(key)
         written, target = entry.written, entry.rows[chunk.start : chunk.end]
@@ -243,7 +204,10 @@ class HistoryStore:
         entry = self._entries[key]
         if entry.drift is None or chunk.is_whole:
             return None
-        stale = tuple([c for c in chunk.halo_chunks if entry.written[c] < self.step])
+        written, stale = entry.written, ()
+        for source in chunk.halo_chunks:
+            if written[source] < self.step:
+                stale += (source,)
         return (stale, entry.drift.seen[chunk.index]) if stale else None
 
     def pull(self, key: Hashable, chunk: Chunk, out: Tensor) -> set[int]:
@@ -279,7 +243,7 @@ class HistoryStore:
 
     def push_grad(self, key: Hashable, chunk: Chunk, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
-        self._entries[key].grads.add(self._halo(chunk), grad, self._entries[key].rows)
+        self._entries[key].grads.add(self._halo(chunk), grad)
 
     def pull_grad(self, key: Hashable, chunk: Chunk, *, is_linear: bool) -> Tensor | None:
         """Return the scaled gradient of the chunk's rows; None if none was added."""
@@ -297,18 +261,8 @@ class HistoryStore:
             return None
         return self._entries[key].grads.take(positions, is_linear=is_linear)
 
-    def keep_output(self, key: Hashable, chunk: Chunk, rows: Tensor) -> None:
-        """Keep the chunk's outputs, `[num_nodes_of_chunk, *]`, until their gradient comes."""
-        self._entries[key].grads.keep_output(chunk, rows, self._entries[key].rows)
-
-    def kept_output(self, key: Hashable, chunk: Chunk) -> Tensor:
-        return self._entries[key].grads.kept_output(chunk)
-
-    def add_output_grad(
-        self, key: Hashable, chunk: Chunk, grad: Tensor
-    ) -> tuple[Tensor, tuple[int, ...] | None]:
-        """Write the gradient of the chunk's outputs; see `GradientBuffer.add_output`."""
-        return self._entries[key].grads.add_output(chunk, grad, self._entries[key].rows)
+    def grads(self, key: Hashable) -> GradientBuffer:
+        return self._entries[key].grads
 
     def _halo(self, chunk: Chunk) -> Tensor:
         """Return the chunk's halo positions on the histories' device."""
@@ -328,10 +282,11 @@ class HistoryStore:
             entry.rows = self._copies.table(shape, wider, device).copy_(entry.rows)
         if entry is None:
             table = self._copies.table(shape, dtype, device)
-            grads = GradientBuffer(self.linear_scale, self.options, self._copies)
+            grads = GradientBuffer(table, self.linear_scale, self.options, self._copies)
             entry = self._entries[key] = _History(table, [NEVER] * self.num_chunks, grads)
             if self._ends is not None and rows.is_floating_point():
                 entry.drift = MeanDrift(self._ends)
+        entry.given = rows.dtype
         return entry
 
     def _select(self, rows: Tensor, positions: Tensor, out: Tensor) -> None:
@@ -340,3 +295,241 @@ class HistoryStore:
             torch.index_select(rows, 0, positions, out=out)
         else:
             self._copies.fetch(rows, positions, out)
+
+
+@dataclass(slots=True)
+class _History:
+    """Rows, `[num_rows, *]`, with their gradients, and a snapshot of them (`kept`)."""
+
+    rows: Tensor
+    written: list[int]  # for each chunk the step that wrote its rows
+    grads: GradientBuffer
+    given: torch.dtype | None = None  # of the rows pushed last
+    kept: Tensor | None = None
+    kept_written: list[int] = field(default_factory=list)
+    old: Tensor | None = None  # overwritten rows, for recomputation in backward
+    is_filled: bool = False  # whether all chunks have written rows
+    drift: MeanDrift | None = None  # if the method corrects drift
+    arriving: dict[int, Wait] = field(default_factory=dict)  # copies of chunks to the host
+
+    def settle(self, chunks: Iterable[int] | None = None) -> None:
+        """Wait until the rows of `chunks`, by default of all, have arrived."""
+        for chunk in list(self.arriving) if chunks is None else chunks:
+            self.arriving.pop(chunk, done)()
+
+    def note_all(self) -> None:
+        """Restart the drift after all rows were overwritten."""
+        if self.drift is not None:
+            self.drift.replace(self.rows)
+
+    def take_snapshot(self) -> None:
+        self.settle()
+        if self.kept is None or self.kept.dtype != self.rows.dtype:
+            self.kept = torch.empty_like(self.rows)
+        self.kept.copy_(self.rows)
+        self.kept_written = list(self.written)
+
+    def restore_snapshot(self) -> None:
+        """Copy the snapshot, if there is one, to the rows."""
+        if self.kept is not None:
+            self.settle()
+            self.rows.copy_(self.kept)
+            self.written = list(self.kept_written)
+            self.note_all()
+
+
+class GradientBuffer:
+    """Gradients of one history's rows, or of the outputs of a linear layer over it; in plan order.
+
+    Backward takes the chunks in reverse order. A chunk takes the gradients added for its rows, and
+    adds gradients for its halo rows. For stale halo rows they come too late and are dropped:
+
+        dH[c] = d from chunk c itself + scale (d from later chunks in the order)
+
+    Scale 1 is the exact gradient with stale rows as constants. Scale 2 compensates for dropped
+    gradients: unbiased for each edge over random orders, biased for paths over several chunks.
+    Source: GNNPipe (arXiv 2308.10087), technique 3, for a scale of 2.
+    `linear_scale` is for layers that compute a weighted sum, the method's `message_scale` for all
+    other layers.
+    """
+
+    def __init__(
+        self, rows: Tensor, linear_scale: float, options: HistoryOptions, copies: HostCopies
+    ) -> None:
+        self._shape, self._device = rows.shape, rows.device
+        self._linear_scale, self._copies = linear_scale, copies
+        self._message_scale, self._dtype = options.method.message_scale, options.linear_dtype
+        self._arriving: list[tuple[Tensor, Tensor, Wait]] = []  # positions, gradients on the way
+        self._total: Tensor | None = None
+        self._has_any = False
+        self._kept: Tensor | None = None  # outputs
+        self._done: list[int] = []  # chunks whose output gradients were written
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._total is None else self._total.nbytes
+
+    def add(self, positions: Tensor, grad: Tensor) -> None:
+        """Add the gradient of halo rows, `[num_halo, *]`."""
+        total = self._table(grad.dtype)
+        if total.device == grad.device:
+            total.index_add_(0, positions, grad)
+            return
+        place = self._copies.table(grad.shape, grad.dtype, total.device)
+        self._arriving.append((positions, place, self._copies.send(grad, place)))
+
+    def take(self, rows: slice | Tensor, *, is_linear: bool) -> Tensor | None:
+        """Return the scaled gradient of `rows`, `[num_taken, *]`; None if none was added."""
+        if self._total is None or not self._has_any:
+            return None
+        for positions, late, wait in self._arriving:
+            wait()
+            self._total.index_add_(0, positions, late)
+        self._arriving.clear()
+        grad = self._total[rows]
+        scale = self._linear_scale if is_linear else self._message_scale
+        return grad if scale == 1.0 else grad * scale
+
+    def add_output(self, chunk: Chunk, grad: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
+        """Write the gradient of the chunk's outputs, `[num_nodes_of_chunk, *]`.
+
+        Returns the buffer, `[num_rows, *]`, and the chunks that hold gradients in it; None for all.
+        """
+        total = self._table(self._dtype or grad.dtype)
+        total[chunk.start : chunk.end] = grad
+        if self._kept is None:
+            return total, None
+        self._done.append(chunk.index)
+        return total, tuple(self._done)
+
+    def keep_output(self, chunk: Chunk, rows: Tensor) -> None:
+        """Keep the chunk's outputs in the buffer until their gradient overwrites them."""
+        self._kept = self._table(self._dtype or rows.dtype)
+        self._kept[chunk.start : chunk.end] = rows
+
+    def kept_output(self, chunk: Chunk) -> Tensor:
+        assert self._kept is not None
+        return self._kept[chunk.start : chunk.end].clone()
+
+    def end_step(self) -> None:
+        self._done.clear()
+        self._arriving.clear()
+        if self._total is not None and self._has_any:
+            self._total.zero_()
+            self._has_any = False
+
+    def _table(self, dtype: torch.dtype) -> Tensor:
+        """Return the buffer, shaped like the history; a change of dtype clears it."""
+        if self._total is None or self._total.dtype != dtype:
+            self._arriving.clear()
+            self._total = torch.zeros(self._shape, dtype=dtype, device=self._device)
+        self._has_any = True
+        return self._total
+
+
+class MeanDrift:
+    """Mean drift of one history within a step: an optimizer step changes most rows alike.
+
+        drift = sum over the rows of chunks that have run of (row now - row then)
+                / (the number of these rows + FLOOR)
+
+    `ends` are the end positions of the chunks. Autograd treats stale rows and drift as constants.
+    """
+
+    FLOOR = 32.0  # unchanged rows assumed in the mean: few rows say little about all
+
+    def __init__(self, ends: Sequence[int]) -> None:
+        self._ends = ends
+        self._sums: dict[int, Tensor] = {}  # sum of rows, by chunk
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self._moved: Tensor | None = None  # summed change
+        self._num_rows: Tensor | int = 0  # that it sums
+        self.seen: dict[int, Tensor] = {}  # drift up to and including each chunk, `[*]`
+
+    def replace(self, rows: Tensor) -> None:
+        """Start from new rows, `[num_rows, *]`, after all were overwritten."""
+        bounds = enumerate(pairwise([0, *self._ends]))
+        self._sums = {chunk: _sum(rows[start:end]) for chunk, (start, end) in bounds}
+
+    def move(
+        self, chunk: int, rows: Tensor, sum_over_shards: Callable[[Tensor], Tensor] | None
+    ) -> None:
+        """Add the change of a chunk that has run; `sum_over_shards`: over its ranks, if several."""
+        now = _sum(rows)
+        then = self._sums[chunk].to(now.device)  # the first sums may be on the host
+        self._sums[chunk] = now
+        change = (now - then).flatten()
+        if sum_over_shards is not None:
+            both = sum_over_shards(torch.cat([change, change.new_full((1,), rows.size(0))]))
+            change = both[:-1]
+        self._moved = change if self._moved is None else self._moved + change
+        self._num_rows = self._num_rows + (rows.size(0) if sum_over_shards is None else both[-1])
+        self.seen[chunk] = (self._moved / (self._num_rows + self.FLOOR)).view_as(now)
+
+
+def _sum(rows: Tensor) -> Tensor:
+    return rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32))
+
+
+@dataclass(slots=True)
+class Staleness:
+    """Sums over the reads of one history in one step.
+
+    Attributes:
+        rows: Number of halo rows read.
+        stale_rows: Number of halo rows read that were written in an earlier step.
+        age_sum: Sum of the ages of the stale rows, in steps.
+        drift_sq: Squared Frobenius norm of fresh minus stale values, over all overwritten rows.
+        norm_sq: Squared Frobenius norm of the fresh values.
+        stale_pairs: Chunks (reader, source) of the stale reads, in the order read.
+    """
+
+    rows: int = 0
+    stale_rows: int = 0
+    age_sum: int = 0
+    drift_sq: float = 0.0
+    norm_sq: float = 0.0
+    stale_pairs: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def drift(self) -> float:
+        """Relative drift |H_stale - H_fresh| / |H_fresh|; 0 if no row was overwritten."""
+        return float((self.drift_sq / self.norm_sq) ** 0.5) if self.norm_sq > 0 else 0.0
+
+    def add(self, other: Staleness) -> None:
+        for name in (one.name for one in fields(self)):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+class StalenessRecorder:
+    """Collects the `Staleness` of each history while attached to a store."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[Hashable, Staleness] = {}
+        self._squares: dict[Hashable, Tensor] = {}  # `drift_sq`, `norm_sq`, still on the device
+
+    @property
+    def by_key(self) -> dict[Hashable, Staleness]:
+        """The statistics of each history; waits for the device."""
+        for key, squares in self._squares.items():
+            self._by_key[key].drift_sq, self._by_key[key].norm_sq = squares.tolist()
+        return self._by_key
+
+    def record_reads(self, key: Hashable, chunk: Chunk, ages: Sequence[int]) -> None:
+        """Record halo reads of `chunk`; `ages` of its `halo_chunks` are in steps."""
+        entry = self._by_key.setdefault(key, Staleness())
+        for source, count, age in zip(chunk.halo_chunks, chunk.halo_counts, ages, strict=True):
+            entry.rows += count
+            if age > 0:
+                entry.stale_rows += count
+                entry.age_sum += age * count
+                entry.stale_pairs.append((chunk.index, source))
+
+    def record_drift(self, key: Hashable, *, stale: Tensor, fresh: Tensor) -> None:
+        """Compare the old and new rows of a chunk, `[num_nodes_of_chunk, *]`."""
+        self._by_key.setdefault(key, Staleness())
+        with torch.no_grad():
+            both = torch.stack([one.double().square().sum() for one in (fresh - stale, fresh)])
+            self._squares[key] = self._squares[key] + both if key in self._squares else both

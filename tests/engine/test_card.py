@@ -21,7 +21,7 @@ from lightning_gnnpipe.codecs.codec import get_codec
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.models import GCNII
 from lightning_gnnpipe.staleness import METHODS
-from lightning_gnnpipe.staleness.buffers import HostCopies
+from lightning_gnnpipe.staleness.copies import HostCopies
 from tests.engine import test_recompute
 from tests.helpers import engines
 from tests.helpers.card import CUDA, HOST, Card, OnCard, card, put
