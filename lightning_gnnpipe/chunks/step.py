@@ -87,6 +87,7 @@ class Step:
         self.spec, self._stage = spec, spec.stage
         spec.context.leaves = spec.inputs
         self._mesh, self._device = spec.transport.mesh, spec.transport.world.device
+        self._is_last = self._mesh.is_last
         earlier, later = map(self._rank_of, (self._stage.index - 1, self._stage.index + 1))
         self._sources: dict[Phase, int | None] = {"forward": earlier, "backward": later}
         self._targets: dict[Phase, int | None] = {"forward": later, "backward": earlier}
@@ -113,11 +114,12 @@ class Step:
         for chunk, received in self._receive("forward", spec.order):
             with self._timed("forward", chunk.index):
                 sent = self._compute(chunk, received)
-                if self._mesh.is_last:
+                if self._is_last:
                     for output, value, part in zip(outputs, spec.outputs, sent, strict=True):
                         output[spec.inputs.places(chunk, value)] = part.detach()
             self._send("forward", chunk, sent)
-        spec.transport.flush()
+        if self._targets["forward"] is not None:
+            spec.transport.flush()
         return self._collect(outputs)
 
     def backward(self, output_grads: Sequence[Tensor]) -> None:
@@ -125,7 +127,7 @@ class Step:
         spec, order = self.spec, self.spec.order[::-1]
         for chunk, received in self._receive("backward", order):
             with self._timed("backward", chunk.index):
-                if self._mesh.is_last:
+                if self._is_last:
                     pairs = zip(output_grads, spec.outputs, strict=True)
                     grads = [grad[spec.inputs.places(chunk, value)] for grad, value in pairs]
                 else:
@@ -133,7 +135,8 @@ class Step:
                     grads = [next(given) if one.requires_grad else none for one in self._sent]
                 found = self._differentiate(chunk, grads)
             self._send("backward", chunk, found)
-        spec.transport.flush()
+        if self._targets["backward"] is not None:
+            spec.transport.flush()
 
     def _compute(self, chunk: Piece, received: Sequence[Tensor]) -> list[Tensor]:
         """Compute one chunk, and keep for backward what autograd starts from."""

@@ -93,6 +93,7 @@ class MessageContext(TapedContext):
         self.is_passing = False  # inside `propagate` or `edge_updater`
         # Whether layers may be given other edges than all edges of the chunk.
         self.chooses_edges = self.edges.are_several
+        self._chunks: dict[tuple[int, bool], LocalEdges] = {}
         self._bound: dict[Hashable, BoundSum] = {}
         self.at, self.segment = _OUTSIDE, 0
         # Of one run of a segment over a chunk:
@@ -103,7 +104,10 @@ class MessageContext(TapedContext):
 
     def enter(self, chunk: Chunk, segment: int, leaves: Mapping[str, Tensor] | None = None) -> None:
         """Start `segment` on `chunk`, with the chunk's parts of the batch's leaves."""
-        self.at, self.segment = self.edges.on(chunk), segment
+        key = chunk.index, chunk.is_whole
+        if key not in self._chunks:
+            self._chunks[key] = self.edges.on(chunk)
+        self.at, self.segment = self._chunks[key], segment
         self._leaves, self._calls, self._widened, self._matrices = {}, {}, {}, {}
         if leaves:
             for name, tensor in leaves.items():

@@ -99,13 +99,8 @@ class GraphEdges:
     def on(self, chunk: Chunk) -> LocalEdges:
         """Return the chunk with all edges that end in it."""
         place = WHOLE if chunk.is_whole else chunk.index
-        found = self._local.get((place, None if self.are_several else 0, False))
-        if found is None:
-            for number in range(self._plan.num_edge_sets):
-                found = self.at(place, number, is_reverse=False)
-            found = self.at(place, None, is_reverse=False) if self.are_several else found
-        assert found is not None
-        return found
+        sets = [self.at(place, i, is_reverse=False) for i in range(self._plan.num_edge_sets)]
+        return self.at(place, None, is_reverse=False) if self.are_several else sets[0]
 
     def at(self, place: int, edge_set: int | None, *, is_reverse: bool) -> LocalEdges:
         """Return a chunk with the edges of one set, that end in it or, reversed, start in it."""
