@@ -11,7 +11,7 @@ channels]`. The same graph may be taken several times.
 
 from __future__ import annotations
 
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection, Hashable, MutableMapping
 from dataclasses import replace
 
 import torch
@@ -29,17 +29,36 @@ from lightning_gnnpipe.calls.kinds import (
 from lightning_gnnpipe.errors import GraphError
 from lightning_gnnpipe.graph import check_edges
 
-# What earlier batches have shown of tensors, by name.
-KnownKinds = MutableMapping[str, tuple[Kind, int]]
-
 _OF_NODES = ("x", "pos", "z", "nodes")
 _OF_GRAPHS = ("y", "u")
 _MAX_GRAPHS = 24  # of a sample
 _MAX_DROPPED = 4  # edges of a graph
+_MOST_FORMS = 32
 Drawn = tuple[tuple[Tensor, ...], GraphBatch]
 
 
-def classify(call: Call, known: KnownKinds | None = None) -> Inputs:
+class KnownKinds(dict[str, tuple[Kind, int]]):
+    """What earlier batches have shown of tensors, by name; and of calls on one graph, by form."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._forms: dict[Hashable, Inputs] = {}
+
+    def classify(self, call: Call) -> Inputs:
+        """Like `classify`; names and shapes tell all of a call on one graph."""
+        form = call.signature, call.num_nodes, tuple([(t.shape, t.dtype) for t in call.leaves])
+        alike = self._forms.get(form)
+        if alike is not None:
+            return replace(alike, edge_index=alike.join(call.leaves))
+        inputs = classify(call, self)
+        if inputs.graphs is None and Kind.NODE in inputs.kinds:  # or the batch was counted
+            if len(self._forms) >= _MOST_FORMS:
+                del self._forms[next(iter(self._forms))]
+            self._forms[form] = replace(inputs, edge_index=inputs.edge_index[:, :0])
+        return inputs
+
+
+def classify(call: Call, known: MutableMapping[str, tuple[Kind, int]] | None = None) -> Inputs:
     """Find out for each tensor of `call` what its rows are, in one graph or a batch of graphs.
 
     `known`: kinds found in earlier batches, by name; updated in place. Raises GraphError and
@@ -67,7 +86,7 @@ def find_graphs(call: Call, graph_of_node: Tensor | None, known: KnownKinds) -> 
     `graph_of_node`: `[num_nodes]` the batch vector of the user's batch. It is used if the call has
     none, the numbers of nodes are equal, and no edge joins two graphs.
     """
-    inputs = classify(call, known)
+    inputs = known.classify(call)
     if call.has_graphs or graph_of_node is None:
         return call, inputs
     if inputs.num_nodes == graph_of_node.numel():
@@ -84,7 +103,9 @@ def find_graphs(call: Call, graph_of_node: Tensor | None, known: KnownKinds) -> 
 class _Finder:
     """Finds the graph of each row of a call with a batch vector; updates `known`."""
 
-    def __init__(self, call: Call, edges: EdgeSets, known: KnownKinds) -> None:
+    def __init__(
+        self, call: Call, edges: EdgeSets, known: MutableMapping[str, tuple[Kind, int]]
+    ) -> None:
         self._call, self._edges, self._known = call, edges, known
         self._last_names = [last_name(name) for name in call.names]
         self.graph_of_node = self._find_batch()

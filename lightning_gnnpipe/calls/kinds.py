@@ -6,7 +6,8 @@ Rows of nodes and edges are cut by chunk. Other arguments are passed whole.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -57,14 +58,6 @@ class EdgeSets:
                 "the same key of a dict.",
             )
         return found[0]
-
-    def join(self, call: Call) -> Tensor:
-        """Return the edges of all sets, concatenated, `[2, num_edges]`."""
-        edges = [call.leaves[slot] for slot in self.slots]
-        if len(edges) == 1:
-            return edges[0]
-        with torch.inference_mode(False):  # inference tensors do not count writes
-            return torch.cat(edges, dim=1)
 
 
 def find_edge_sets(call: Call, *, needs_edges: bool = True) -> EdgeSets:
@@ -139,6 +132,15 @@ class Inputs:
     edge_sets: tuple[int, ...]
     graphs: GraphBatch | None = None
 
+    def join(self, leaves: Sequence[Tensor]) -> Tensor:
+        """Return the edges of all sets, concatenated, `[2, num_edges]`."""
+        pairs = zip(self.kinds, leaves, strict=True)
+        edges = [leaf for kind, leaf in pairs if kind is Kind.EDGE_INDEX]
+        if len(edges) == 1:
+            return edges[0]
+        with torch.inference_mode(False):  # inference tensors do not count writes
+            return torch.cat(edges, dim=1)
+
     def num_rows(self, kind: Kind, edge_set: int) -> int:
         """Return the rows of a tensor of nodes, of graphs, or of edges of one set."""
         if kind is Kind.GRAPH and self.graphs is not None:
@@ -166,7 +168,8 @@ def classify_graph(call: Call) -> Inputs:
             kind = Kind.NODE
         kinds.append(kind)
         numbers.append(number)
-    return Inputs(tuple(kinds), num_nodes, edges.join(call), edges.sizes, tuple(numbers))
+    inputs = Inputs(tuple(kinds), num_nodes, torch.empty(0), edges.sizes, tuple(numbers))
+    return replace(inputs, edge_index=inputs.join(call.leaves))
 
 
 def check_node_types(call: Call) -> None:

@@ -74,7 +74,7 @@ class PipelineEngine:
             self.model, self.graphs, transport, options, controls, self._seeds
         )
         self.batches = BatchPasses(self.model, transport, options, self._seeds)
-        self._known_kinds: KnownKinds = {}
+        self._known_kinds = KnownKinds()
         self._checks = EngineChecks(self.model, self.graphs, self.batches, transport, options)
         self.num_training_passes = 0
         self._state = PassState()
