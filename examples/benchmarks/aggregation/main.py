@@ -95,18 +95,20 @@ def in_chunks(
     context = MessageContext(store, plan)
     leaf = weight[plan.edge_perm]
     context.leaves = _OneLeaf(leaf)
+    chunks = (*plan.whole.chunks, *plan.chunks)
+    parts = {chunk: leaf[chunk.edge_start : chunk.edge_end] for chunk in chunks}
 
     def run() -> None:
         outputs = []
         with intercept(find_layers(conv), context):
-            for chunk in plan.whole.chunks if not len(store) else plan.chunks:
-                part = leaf[chunk.edge_start : chunk.edge_end]
+            for chunk in plan.chunks if list(store) else plan.whole.chunks:
+                part = parts[chunk]
                 context.enter(chunk, 0, {"leaf_0": part})
                 rows = x[chunk.start : chunk.end].detach().requires_grad_()
                 outputs.append((conv(rows, chunk.edge_index, part), chunk))
         for output, chunk in reversed(outputs):
             output.backward(grad[chunk.start : chunk.end])
-        store.end_step(is_exact=False)
+        store.end_step()
 
     return run
 
@@ -117,7 +119,7 @@ class _OneLeaf:
     def __init__(self, leaf: Tensor) -> None:
         self.leaf = leaf
 
-    def whole_edge_leaf(self, name: str, *, reverse: bool) -> Tensor | None:
+    def whole_edge_leaf(self, name: str, *, edge_set: int | None) -> Tensor | None:
         return self.leaf
 
 
