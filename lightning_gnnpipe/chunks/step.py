@@ -163,7 +163,7 @@ class Step:
         pairs = zip(state.sent, grads, strict=True)
         if roots := [(tensor, grad) for tensor, grad in pairs if tensor.requires_grad]:
             with torch.autocast(self._device.type, enabled=False):
-                torch.autograd.backward(*zip(*roots, strict=True))
+                torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
         self.spec.inputs.add_grads(chunk, state.leaves)
         return [
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

@@ -161,6 +161,7 @@ class BoundSum:
     adjacency: Adjacency
     chunk: Chunk
     store: HistoryStore | None  # None for whole-graph inference, or without cross-chunk edges
+    shards: ShardLink | None
     key: CallKey
 
     def forward(self, rows: Tensor, tape: Tape | None) -> Tensor:
@@ -172,7 +173,7 @@ class BoundSum:
         if not is_replay:
             store.push(key, chunk, rows)
         if chunk.is_whole:
-            table = rows if store.shards is None else store.read(key, chunk).to(rows.dtype)
+            table = rows if self.shards is None else store.read(key, chunk).to(rows.dtype)
             return multiply(self.adjacency.rows(chunk, table.dtype), table)
         if is_replay:
             return store.grads(key).kept_output(chunk).to(rows.dtype)
@@ -190,25 +191,21 @@ class BoundSum:
         if self.store is None:
             return multiply(self.adjacency.block(self.chunk, grad.dtype, by_source=True), grad)
         if self.chunk.is_whole:
-            return self._give_back(self.store.shards, grad)
+            return self._give_back(grad)
         table, done = self.store.grads(self.key).add_output(self.chunk, grad)
         scale = self.store.linear_scale
-        return self._give_back(self.store.shards, table, scale, done).to(grad.dtype)
+        return self._give_back(table, scale, done).to(grad.dtype)
 
     def _give_back(
-        self,
-        shards: ShardLink | None,
-        table: Tensor,
-        scale: float = 1.0,
-        done: tuple[int, ...] | None = None,
+        self, table: Tensor, scale: float = 1.0, done: tuple[int, ...] | None = None
     ) -> Tensor:
         """Return the gradients of the chunk's rows, summed with what other shards send for them."""
         own = multiply(self.adjacency.columns(self.chunk, table.dtype, scale, done), table)
-        if shards is None:
+        if self.shards is None:
             return own
-        ghosts = shards.ghosts(self.chunk)
+        ghosts = self.shards.ghosts(self.chunk)
         columns = self.adjacency.ghost_columns(self.chunk, ghosts, table.dtype, scale, done)
-        return own + shards.give_back(self.key, self.chunk, multiply(columns, table))
+        return own + self.shards.give_back(self.key, self.chunk, multiply(columns, table))
 
 
 class LinearAggregate(torch.autograd.Function):

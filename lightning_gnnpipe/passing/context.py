@@ -259,7 +259,8 @@ class MessageContext(TapedContext):
         if adjacency is None:
             return None
         dtype = None if values is None else values.dtype
-        return BoundSum(rule, edges, weight, dtype, adjacency, at.chunk, self.store, key)
+        shards = None if self.store is None else self.store.shards
+        return BoundSum(rule, edges, weight, dtype, adjacency, at.chunk, self.store, shards, key)
 
     def as_matrix(self, entries: Entries) -> Any:
         """Return local entries as a layer receives them, `[num_nodes, num_nodes + num_halo]`."""

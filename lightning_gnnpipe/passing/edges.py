@@ -47,8 +47,8 @@ class LocalEdges:
         if "numbered" not in self.known:
             nodes = self.plan.globe.perm[self.whole.edge_index]
             count = int(nodes.max()) + 1 if nodes.numel() else 0
-            mask = self.plan.perm[self.chunk.start : self.chunk.end] < count
-            self.known["numbered"] = edges, None, mask
+            own = self.plan.perm[self.chunk.start : self.chunk.end]
+            self.known["numbered"] = edges, None, own < count
         mask: Tensor = self.known["numbered"][2]
         return mask
 

@@ -46,8 +46,6 @@ class HistoryStore:
         cut_frac: Share of edges between chunks.
     """
 
-    shards: ShardLink | None = None  # exchange with other shards is in `SharedStore`
-
     def __init__(
         self,
         num_rows: int,
@@ -71,6 +69,11 @@ class HistoryStore:
         self._entries: dict[Hashable, _History] = {}
         self._pushed: set[Hashable] = set()  # since the last forward phase of training
         self._halos: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the halo, which is kept alive
+
+    @property
+    def shards(self) -> ShardLink | None:
+        """The link to other shards; None without graph parallelism."""
+        return None
 
     @property
     def by_chunk(self) -> HistoryStore:
@@ -204,7 +207,7 @@ class HistoryStore:
         entry = self._entries[key]
         if entry.drift is None or chunk.is_whole:
             return None
-        written, stale = entry.written, ()
+        written, stale = entry.written, tuple[int, ...]()
         for source in chunk.halo_chunks:
             if written[source] < self.step:
                 stale += (source,)
