@@ -111,11 +111,11 @@ class SharedStore(HistoryStore):
             return self._table[1]
         return super().read(key, chunk)
 
-    def pull(self, key: Hashable, chunk: Chunk, out: Tensor) -> set[int]:
+    def pull(self, key: Hashable, chunk: Chunk, out: Tensor) -> tuple[int, ...]:
         if not self._keeps_table(chunk):
             return super().pull(key, chunk, out)
         torch.index_select(self.read(key, chunk), 0, chunk.halo, out=out)
-        return set()
+        return ()
 
     def push_grad(self, key: Hashable, chunk: Chunk, grad: Tensor) -> None:
         near = self._near_halo(chunk)

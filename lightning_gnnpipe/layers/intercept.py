@@ -6,7 +6,7 @@ The wrapped methods are in the instance's `__dict__` during a pass only: the mod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,8 +114,9 @@ def _replacements(
     for name, conv in layers.convs.items():
         replaced: dict[str, Any] = {"forward": _direct(name, conv, context)}
         if not isinstance(conv, gnn.HGTConv):  # has widened its rows before: see `related`
-            for method in ("propagate", "edge_updater"):
-                replaced[method] = _wrap(name, conv, method, context)
+            read = {method: arguments_of(method, conv) for method in ("propagate", "edge_updater")}
+            for method in read:
+                replaced[method] = _wrap(name, conv, method, read, context)
         yield conv, replaced
 
 
@@ -166,15 +167,21 @@ def _direct(name: str, conv: MessagePassing, context: MessageContext) -> Callabl
 
 
 def _wrap(
-    name: str, conv: MessagePassing, method: str, context: MessageContext
+    name: str,
+    conv: MessagePassing,
+    method: str,
+    read: Mapping[str, Iterable[str]],
+    context: MessageContext,
 ) -> Callable[..., Tensor]:
-    """Return the method on the rows of one chunk; source-side arguments also hold halo rows."""
+    """Return the method on the rows of one chunk; source-side arguments also hold halo rows.
+
+    `read`: the names, like "x_j", that each method reads.
+    """
     original = getattr(conv, method)
     is_propagate, is_mesh = method == "propagate", isinstance(conv, MESH_CNN_CONV)
     rule = linear_rule(conv) if is_propagate else None
-    read = (*arguments_of("propagate", conv), *arguments_of("edge_updater", conv))
-    sources = frozenset(one[:-2] for one in arguments_of(method, conv) if one.endswith("_j"))
-    by_target = frozenset(one[:-2] for one in read if one.endswith("_i"))
+    sources = frozenset(one[:-2] for one in read[method] if one.endswith("_j"))
+    by_target = frozenset(one[:-2] for names in read.values() for one in names if one[-2:] == "_i")
     kept = sources & frozenset(arguments_of_update(conv)) if is_propagate else frozenset()
 
     def run(edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
@@ -199,14 +206,14 @@ def _wrap(
         for argument in sources & kwargs.keys():
             wide[argument] = widen(call, argument, kwargs[argument])
         size = (chunk.num_nodes + chunk.num_halo, chunk.num_nodes)
-        replaced = {}
-        own = {key: kwargs[key] for key in kept & kwargs.keys()}
-        if own:  # `update` reads rows of the chunk's nodes alone
-            update = conv.update
-            replaced["update"] = lambda out, **given: update(out, **{**given, **own})
+        replaced: AbstractContextManager[None] = nullcontext()
+        if own := {key: kwargs[key] for key in kept & kwargs.keys()} if kept else {}:
+            update = conv.update  # which reads rows of the chunk's nodes alone
+            narrow = {"update": lambda out, **given: update(out, **{**given, **own})}
+            replaced = replace_attributes(conv, narrow)
         context.is_passing = True
         try:
-            with replace_attributes(conv, replaced):
+            with replaced:
                 return original(edge_index, size=size, **wide)
         finally:
             context.is_passing = False

@@ -103,7 +103,7 @@ def _local_norm(
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`gcn_norm` for one chunk: local edges with self-loops, and the whole graph's weights."""
-    entries = context.entries_of(edge_index)
+    entries = context.entries_of(edge_index) if context.chooses_edges else None
     if entries is not None:
         return _local_matrix_norm(context, entries, improved, add_self_loops, flow, dtype)
     num_nodes = context.at.chunk.num_nodes

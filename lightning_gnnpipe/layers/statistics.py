@@ -93,16 +93,17 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
 
     @context.in_layer
     def run(*args: Any, **kwargs: Any) -> Tensor:
-        store = context.store
-        given = (value for value in (*args, *kwargs.values()) if value is not None)
-        x, *more = (value for value in given if store is None or not _means_one_graph(value))
+        store, is_whole, is_replay = context.store, context.is_whole, context.is_replay
+        shards = None if store is None else store.shards
+        given = [value for value in (*args, *kwargs.values()) if value is not None]
+        x, *more = given if store is None else [one for one in given if not _means_one_graph(one)]
         if kind is gnn.GraphSizeNorm and store is not None and not more:
             return x * context.at.whole.num_nodes**-0.5
-        if name in context.replaced and not _uses_statistics(norm):
+        uses_statistics = _uses_statistics(norm)
+        if name in context.replaced and not uses_statistics:
             _replace_running(norm, x, context.next_key(name), context)
-        is_split = store is not None and store.shards is not None
-        is_part = is_split or not context.is_whole
-        if store is None or not _uses_statistics(norm) or (context.is_replay and not is_part):
+        is_part = shards is not None or not is_whole
+        if store is None or not uses_statistics or (is_replay and not is_part):
             return original(*args, **kwargs)
         key = context.next_key(name)
         if kind is gnn.BatchNorm and is_part:
@@ -110,28 +111,28 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
         has_formula = kind in _FORMULAS and x.dim() == 2 and not more
         if is_part and not has_formula:
             raise _refuse(name, norm, x)
-        if context.is_whole and has_formula and not context.is_replay:
+        if is_whole and has_formula and not is_replay:
             # Inside `propagate` rows may be messages, which belong to no chunk.
             counts = None if context.is_passing else [c.num_nodes for c in context.at.plan.chunks]
             mean, var, count = store.moments.keep(key, x.detach(), counts)
             if context.is_refresh:
                 result = _normalize(norm, x, mean, var)
                 return result.to(context.dtypes.get(key, result.dtype))
-            if is_split:
+            if shards is not None:
                 update_running(norm, mean, var, count)
-        if context.is_whole:
-            if store.shards is not None:
-                result = _normalize_over_shards(norm, x, store.shards)
+        if is_whole:
+            if shards is not None:
+                result = _normalize_over_shards(norm, x, shards)
             else:
                 result = original(*args, **kwargs)
             context.dtypes[key] = result.dtype
             return result
         moments = store.moments[key]
         x, sums = cast(Any, _RowSums).apply(x, moments)
-        if store.shards is not None:
-            sums = cast(Any, _SumOverShards).apply(sums, store.shards)
+        if shards is not None:
+            sums = cast(Any, _SumOverShards).apply(sums, shards)
         sums = moments.pooled(context.at.chunk.index, sums)
-        if moments.is_complete and not context.is_replay:
+        if moments.is_complete and not is_replay:
             update_running(norm, *moments.present())
         result = _normalize(norm, x, *moments.mean_and_var(context.at.chunk.index, sums))
         return result.to(context.dtypes.get(key, result.dtype))

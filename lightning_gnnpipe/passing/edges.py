@@ -88,7 +88,7 @@ class GraphEdges:
     def __init__(self, plan: ChunkPlan) -> None:
         self._plan = plan
         self._local: dict[tuple[int, int | None, bool], LocalEdges] = {}
-        self._by_tensor: dict[int, LocalEdges] = {}  # by the id of their edges
+        self.by_tensor: dict[int, LocalEdges] = {}  # by the id of their edges
         self._known: dict[Hashable, WholeEdges] = {}
         self._owners: dict[int, tuple[WholeEdges, int]] = {}
         # Sparse matrices for layers, by the id of their edges: edges, source of the values, matrix.
@@ -110,13 +110,8 @@ class GraphEdges:
             plan = plan if edge_set is None else plan.edge_set(edge_set)
             chunk = plan.whole.chunks[0] if place == WHOLE else plan.chunks[place]
             made = LocalEdges(*key, plan, chunk, plan.globe.whole.chunks[0])
-            self._local[key] = self._by_tensor[id(chunk.edge_index)] = made
+            self._local[key] = self.by_tensor[id(chunk.edge_index)] = made
         return self._local[key]
-
-    def find(self, edges: Any, place: int) -> LocalEdges | None:
-        """Return the local edges whose tensor is `edges`; None for any other object."""
-        found = self._by_tensor.get(id(edges))
-        return found if found is not None and found.place == place else None
 
     def part(
         self, key: Hashable, source: Tensor | None, chunk: Chunk, compute: Compute

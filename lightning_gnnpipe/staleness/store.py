@@ -204,20 +204,14 @@ class HistoryStore:
 
     def drift(self, key: Hashable, chunk: Chunk) -> tuple[tuple[int, ...], Tensor] | None:
         """Return the stale ones of `halo_chunks`, if any, and the drift to add to their rows."""
-        entry = self._entries[key]
-        if entry.drift is None or chunk.is_whole:
-            return None
-        written, stale = entry.written, tuple[int, ...]()
-        for source in chunk.halo_chunks:
-            if written[source] < self.step:
-                stale += (source,)
-        return (stale, entry.drift.seen[chunk.index]) if stale else None
+        drift = self._entries[key].drift
+        stale = () if drift is None or chunk.is_whole else self._stale(key, chunk)
+        return (stale, drift.seen[chunk.index]) if drift is not None and stale else None
 
-    def pull(self, key: Hashable, chunk: Chunk, out: Tensor) -> set[int]:
+    def pull(self, key: Hashable, chunk: Chunk, out: Tensor) -> tuple[int, ...]:
         """Read the halo rows into `out`, `[num_halo, *]`; return which chunks are stale."""
         self._select(self.read(key, chunk), self._halo(chunk), out)
-        written = self._entries[key].written
-        stale = {c for c in chunk.halo_chunks if written[c] < self.step}
+        stale = self._stale(key, chunk)
         self._move(key, chunk, out, stale)
         return stale
 
@@ -232,6 +226,14 @@ class HistoryStore:
             assert rows is not None
             self._select(rows, positions, target)
         self._move(key, chunk, out, stale)
+
+    def _stale(self, key: Hashable, chunk: Chunk) -> tuple[int, ...]:
+        """Return those of `halo_chunks` that have not been written in this step."""
+        written, stale = self._entries[key].written, list[int]()
+        for source in chunk.halo_chunks:
+            if written[source] < self.step:
+                stale.append(source)
+        return tuple(stale)
 
     def _move(self, key: Hashable, chunk: Chunk, halo: Tensor, stale: Collection[int]) -> None:
         """Add the drift to the halo rows, `[num_halo, *]`, of the chunks in `stale`."""
