@@ -268,6 +268,22 @@ def write(path: Path, *idents: str, is_finished: bool = True) -> None:
             os.utime(checkpoints.histories_folder(path, ident), (age, age))
 
 
+def test_what_another_run_deletes_ends_no_save(tmp_path: Path, monkeypatch: Patches) -> None:
+    path = tmp_path / "one.ckpt"
+    write(path, "a", "b")
+    write(path, "c", is_finished=False)
+    found, glob = sorted((tmp_path / ".gnnpipe").glob("*")), Path.glob
+
+    def deleted(self: Path, pattern: str) -> Any:
+        shutil.rmtree(found[0], ignore_errors=True)
+        shutil.rmtree(found[2], ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(Path, "glob", deleted)
+    checkpoints.prune_histories(path, None)
+    assert not list(glob(tmp_path, ".gnnpipe"))
+
+
 def test_what_another_run_is_writing_stays(tmp_path: Path) -> None:
     path = tmp_path / "other.ckpt"
     write(path, "b", "c", is_finished=False)

@@ -21,7 +21,6 @@ from lightning_gnnpipe.errors import ConfigError, GNNPipeError, UnsupportedError
 from lightning_gnnpipe.models import GCNII, NodeClassifier
 from lightning_gnnpipe.planning import PipelinePlan
 from lightning_gnnpipe.types import CrossChunkEdges, RepeatOption
-from tests.helpers.cases import slow
 from tests.helpers.observed import make_trainer
 from tests.helpers.record import StatsRecorder
 from tests.test_bad_input import SharedNorm
@@ -74,47 +73,29 @@ class Around(NodeClassifier):
         return self.after(self.net(self.before(data.x), data.edge_index))
 
 
-@pytest.mark.some_cases(2)
+@pytest.mark.some_cases(3)
 @pytest.mark.parametrize(
-    ("num_stages", "num_shards", "repeat"),
-    [(2, 1, False), (2, 1, True), (1, 2, False), (2, 2, False), (2, 2, True)],
-)
-def test_bytes_of_what_lies_around_the_pipelined_module_count(
-    num_stages: int, num_shards: int, repeat: bool, tmp_path: Path
-) -> None:
-    """One stage reads the input, or each that computes the encoder again."""
-    module, data, stats = make_module(kind=Around), make_data(), StatsRecorder(tmp_path)
-    L.seed_everything(0, verbose=False)
-    options = {"graph_parallel": num_shards, "repeat_encoder": repeat}
-    trainer = make_trainer(num_stages * num_shards, 4, stats, max_epochs=2, strategy=options)
-    plan = trainer.strategy.plan(module, data, num_stages=num_stages)
-    trainer.fit(module, FullGraphDataModule(data))
-    counts = torch.load(tmp_path / "bytes.pt")[-1]
-    assert sum(counts.values()) - counts.get("control", 0) == plan.layout.step_bytes
-    copies = num_shards * (num_stages - 1) + 2 * (num_shards - 1)  # from the stage that reads it
-    if repeat:
-        copies = 2 * (num_stages * num_shards - 1)
-    assert counts["input_grad"] == copies * data.x.nbytes
-
-
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize(
-    ("num_stages", "num_shards", "repeat", "edges"),
+    ("kind", "num_stages", "num_shards", "repeat", "edges"),
     [
-        slow(2, 1, "auto", "keep"),
-        slow(1, 2, "auto", "keep"),
-        (2, 2, "auto", "keep"),
-        slow(3, 1, True, "keep"),
-        (2, 1, False, "keep"),
-        (2, 1, True, "keep"),
-        (2, 1, "auto", "drop"),
-        (1, 2, "auto", "drop"),
+        (NodeClassifier, 2, 2, "auto", "keep"),
+        (NodeClassifier, 3, 1, True, "keep"),
+        (NodeClassifier, 2, 1, "auto", "drop"),
+        (NodeClassifier, 1, 2, "auto", "drop"),
+        (Around, 2, 1, False, "keep"),
+        (Around, 1, 2, False, "keep"),
+        (Around, 2, 2, True, "keep"),
     ],
 )
 def test_counts_are_those_of_a_run(
-    num_stages: int, num_shards: int, repeat: RepeatOption, edges: CrossChunkEdges, tmp_path: Path
+    kind: Any,
+    num_stages: int,
+    num_shards: int,
+    repeat: RepeatOption,
+    edges: CrossChunkEdges,
+    tmp_path: Path,
 ) -> None:
-    module, data, stats = make_module(), make_data(), StatsRecorder(tmp_path)
+    """One stage reads the input, or each that computes the encoder again."""
+    module, data, stats = make_module(kind=kind), make_data(), StatsRecorder(tmp_path)
     L.seed_everything(0, verbose=False)  # the plan splits chunks with the seed 0
     options = {"graph_parallel": num_shards, "repeat_encoder": repeat, "cross_chunk_edges": edges}
     trainer = make_trainer(num_stages * num_shards, 4, stats, max_epochs=2, strategy=options)
@@ -130,10 +111,16 @@ def test_counts_are_those_of_a_run(
     assert (sum(plan.halo_rows) == 0) == (edges == "drop")
     assert plan.num_edges == 240
     assert sum(stage.num_layers for stage in plan.layout.stages) == 6
-    again = 0 if repeat is False else num_stages - 1  # stages compute X_0 as well
-    assert sum(stage.num_parameters for stage in plan.layout.stages) == (
-        sum(p.numel() for p in module.parameters()) + again * (NUM_FEATURES * WIDTH + WIDTH)
-    )
+    if kind is Around:
+        copies = num_shards * (num_stages - 1) + 2 * (num_shards - 1)  # from the one that reads it
+        if repeat:
+            copies = 2 * (num_stages * num_shards - 1)
+        assert counts["input_grad"] == copies * data.x.nbytes
+    else:
+        again = 0 if repeat is False else num_stages - 1  # stages compute X_0 as well
+        assert sum(stage.num_parameters for stage in plan.layout.stages) == (
+            sum(p.numel() for p in module.parameters()) + again * (NUM_FEATURES * WIDTH + WIDTH)
+        )
 
 
 def test_times_add_up() -> None:

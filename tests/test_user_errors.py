@@ -332,15 +332,3 @@ def test_what_is_refused_names_the_line_and_a_remedy_that_works(name: str) -> No
     if mended:
         module = mended[0]()
         fit(module, graph(), **{"num_chunks": 4, **dict(*mended[1:])})
-
-
-@pytest.mark.some_cases(2)
-@pytest.mark.parametrize(
-    "make",
-    [
-        of(OwnRows),
-        of(lambda: gnn.LINKX(N, D, 8, D, 2), "x", "edge_index"),
-    ],
-)
-def test_weights_of_nodes_train_with_one_chunk(make: Make) -> None:
-    assert_trains_as_plainly(make, graph(num_nodes=N))

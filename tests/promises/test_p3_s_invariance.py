@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, StalenessWarmup
-from lightning_gnnpipe.models import NodeClassifier
+from lightning_gnnpipe.comm import Collectives
+from lightning_gnnpipe.models import NodeClassifier, ResGCNPlus
+from lightning_gnnpipe.types import TrafficKind
 from tests.helpers.cases import slow
 from tests.helpers.graphs import communities
 from tests.helpers.launch import FitResult, run_fit
 from tests.helpers.modules import ReferenceModule
+from tests.helpers.observed import NUM_CLASSES, NUM_FEATURES, make_data
 from tests.helpers.record import assert_steps_equal
 from tests.helpers.trainers import quiet_trainer
 
@@ -155,3 +158,24 @@ def test_p3_norms_see_all_shards(num_chunks: int, validates: bool, where: dict[s
     if validates and num_chunks > 1:
         left, key = fit_norms(num_chunks, False), "net.norms.5.running_mean"
         assert not torch.allclose(left[key], expected[key])
+
+
+def test_statistics_of_all_norms_of_a_stage_travel_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent, send = list[str](), Collectives.broadcast
+
+    def broadcast(to: Collectives, tensor: Tensor, source: int, kind: TrafficKind) -> None:
+        sent.append(kind)
+        send(to, tensor, source, kind)
+
+    def check(*_: Any) -> None:
+        assert sent.count("control") == 4  # statistics and counts, of two stages
+
+    monkeypatch.setattr(Collectives, "broadcast", broadcast)
+    net = ResGCNPlus(NUM_FEATURES, 4, NUM_CLASSES, num_layers=8, norm="batch")
+    watch = L.pytorch.callbacks.LambdaCallback(
+        on_train_batch_start=lambda *_: sent.clear(), on_train_batch_end=check
+    )
+    trainer = quiet_trainer(2, {"num_chunks": 2}, max_epochs=2, callbacks=[watch])
+    trainer.fit(NodeClassifier(net, NUM_CLASSES), make_data())
