@@ -22,6 +22,7 @@ from lightning_gnnpipe.stages.mixing import (
     attends,
     find_structure,
     multiplies,
+    orders,
     refuse_mixing,
     refuse_turned,
 )
@@ -46,8 +47,6 @@ _REMEDY_SEVERAL = (
     "itself after fit."
 )
 
-# Functions that may mix rows of nodes, though their result has as many rows.
-_ORDERS = ("argsort", "cumsum", "sort", "unique")
 FREE = "is_free"  # mark of a node that each segment recomputes
 
 # Kinds of values with rows: these can cross a cut. Outputs are of the first two, or all in a batch
@@ -283,7 +282,7 @@ class _Cutter:
         """Whether rows of `node` are computed from several rows of the same or other kinds."""
         value = self.values.get(node.name)
         kinds = {kind for source in node.all_input_nodes for kind in self._row_kinds(source)}
-        if kinds and str(node.target).rpartition(".")[2] in _ORDERS:
+        if orders(node, self.values):
             return True
         if node not in self.calls and (multiplies(node, self.values) or attends(node, self.root)):
             return True

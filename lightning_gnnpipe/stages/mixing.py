@@ -18,7 +18,7 @@ from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import assemble, turn_edges
 from lightning_gnnpipe.stages.find import LAYER
 from lightning_gnnpipe.stages.shapes import is_of_shapes, line_of_node
-from lightning_gnnpipe.stages.values import SIZES, Value
+from lightning_gnnpipe.stages.values import SIZES, TURNED, Value
 from lightning_gnnpipe.user_code import at
 
 _BY_HAND = (
@@ -45,6 +45,21 @@ _TURNED = (
     "Pass edge_index.flip(0) and the features as arguments of forward, an edge set of their own, "
     "to a layer without flow=."
 )
+_TURNED_BY_HAND = (
+    "Layer '{}' reads edges that '{}' has turned{}.\n"
+    "In chunks an edge belongs to the node in which it ends.\n"
+    "Write edge_index.flip(0), of the argument itself, for the same edges turned."
+)
+# Functions along a dimension that keep rows or sizes: the place of that dimension among arguments,
+# and the dimension without it; None for all.
+_ALONG: dict[str, tuple[int, int | None]] = {
+    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "flip"), (1, None)),
+    **dict.fromkeys(("sort", "argsort"), (1, -1)),
+    **dict.fromkeys(("max", "min", "median", "mode", "unique"), (1, None)),
+    **dict.fromkeys(("softmax", "log_softmax", "softmin"), (1, 1)),
+    **dict.fromkeys(("topk", "kthvalue"), (2, -1)),
+    **{"normalize": (2, 1), "roll": (2, None)},
+}
 # Attention over all nodes.
 _ATTENTION = (
     attention.PerformerAttention,
@@ -83,7 +98,7 @@ def refuse_mixing(
         words = _PRODUCT if not is_of_shapes(node) and multiplies(node, values) else None
         if words is None and structure is not None and not is_of_shapes(node):
             words = _BY_HAND if _reads_by_edges(node, values, structure) else None
-            mixes = attends(node, root) or _reduces(node, values)
+            mixes = attends(node, root) or orders(node, values) or _reduces(node, values)
             words = _SUM if words is None and mixes else words
         if words is not None:
             raise UnsupportedError(words.format(_name_of(node), at(line_of_node(node))))
@@ -108,6 +123,10 @@ def refuse_turned(calls: Iterable[fx.Node], values: Mapping[str, Value], root: n
             of_edges = (values[one.name].kind is Kind.EDGE for one in sources if one.name in values)
             if any(of_edges):
                 raise UnsupportedError(_TURNED.format(_name_of(node), at(line_of_node(node))))
+        for one in sources:
+            if TURNED in one.meta and _name_of(one) in ("getitem", "index_select", "stack", "cat"):
+                names = _name_of(node), _name_of(one)
+                raise UnsupportedError(_TURNED_BY_HAND.format(*names, at(line_of_node(one))))
 
 
 def multiplies(node: fx.Node, values: Mapping[str, Value]) -> bool:
@@ -121,6 +140,22 @@ def attends(node: fx.Node, root: nn.Module) -> bool:
     if node.op != "call_module":
         return False
     return any(isinstance(m, _ATTENTION) for m in root.get_submodule(str(node.target)).modules())
+
+
+def orders(node: fx.Node, values: Mapping[str, Value]) -> bool:
+    """Whether `node` reads several rows for each that it makes, by its name and dimension."""
+    source = node.args[0] if node.args else None
+    value = values.get(source.name) if isinstance(source, fx.Node) else None
+    place, dim = _ALONG.get(_name_of(node), (0, None))
+    if place == 0 or value is None or value.row_kind is None or node.op == "call_module":
+        return False
+    given = node.args[place] if len(node.args) > place else dim
+    given = node.kwargs.get("dim", node.kwargs.get("dims", given))
+    if isinstance(given, fx.Node):  # max(h, other)
+        return False
+    num_dims, rows = len(value.row_shape) + 1, value.nodes_in or 0
+    dims = given if isinstance(given, list | tuple) else [given]
+    return any(one is None or one % num_dims == rows for one in dims)
 
 
 def _reads_by_edges(

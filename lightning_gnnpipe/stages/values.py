@@ -48,9 +48,10 @@ _REMEDY_SETS = (
 )
 PARTS = "parts"  # mark of a node whose result is a tuple, see `_parts_of`
 SIZES = "sizes"  # mark of a node whose result is a tensor: its shape in the sample
+TURNED = "turned"  # mark of a node that turns the edges of a leaf
 LEAF = "leaf"  # mark of a node that returns a leaf as it is, the number of which it is
 _TRANSPOSES = {"t", "transpose"}
-_PRODUCTS = {"matmul": 1, "mm": 1, "linear": 1, "embedding": 1, "addmm": 2}  # place of weights
+_PRODUCTS = {"matmul": (1,), "mm": (1,), "linear": (1, 2), "embedding": (1,), "addmm": (2,)}
 SAMPLE_EDGES = 48
 _GROUP = 4  # edges that MeshCNNConv reads together
 
@@ -331,6 +332,8 @@ class SampleRun:
             same = [slot for slot, leaf in enumerate(leaves) if leaf is result]
             if same and node.op not in ("placeholder", "get_attr"):
                 node.meta[LEAF] = same[0]
+            if result.dim() == 2 and any(_turns(leaf, result) for leaf in leaves):
+                node.meta[TURNED] = True
         elif parts := _parts_of(result):
             node.meta[PARTS] = parts
         if (answer := answer_to(node, result, self._rows_of)) is not None:
@@ -363,13 +366,19 @@ class SampleRun:
 def is_product(user: fx.Node, node: fx.Node) -> bool:
     """Whether `user` multiplies rows by `node`, or transposes it, maybe to do so."""
     name = getattr(user.target, "__name__", user.target)
-    place = _PRODUCTS.get(str(name))
-    return name in _TRANSPOSES or (place is not None and user.args[place : place + 1] == (node,))
+    places = _PRODUCTS.get(str(name), ())
+    return name in _TRANSPOSES or any(user.args[i : i + 1] == (node,) for i in places)
 
 
 def is_transpose(node: fx.Node) -> bool:
     """Whether `node` transposes its operand."""
     return getattr(node.target, "__name__", node.target) in _TRANSPOSES
+
+
+def _turns(leaf: Tensor, other: Tensor) -> bool:
+    """Whether `other` holds the edges of `leaf`, turned."""
+    is_index = leaf.dtype is torch.int64 and leaf.dim() == 2 and leaf.size(0) == 2
+    return is_index and torch.equal(leaf.flip(0), other) and not torch.equal(leaf, other)
 
 
 def _parts_of(result: Any) -> Any:

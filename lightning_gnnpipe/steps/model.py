@@ -54,8 +54,9 @@ log = logging.getLogger(__name__)
 
 _NUM_MODES, _MANY_CHANGES, _MANY_VALUES = 8, 4, 3
 _TRACED_ANEW = (
-    "Forward is traced anew each time that %s changes. To trace once, keep numbers in a buffer and "
-    "change it in place: self.scale.fill_(0.5)."
+    "Forward is traced anew each time that %s changes. To trace once, keep numbers that forward "
+    "reads in a buffer and change it in place: self.scale.fill_(0.5). Keep what it does not read "
+    "in a callback, in a metric of torchmetrics or in a collections.deque()."
 )
 
 Check = Callable[[Layers, Call, Inputs], None]

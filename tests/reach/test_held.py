@@ -107,6 +107,8 @@ call = by_name(
     one_row=lambda _: torch.arange(N) == N // 2,
     ids=lambda _: torch.arange(N) * 7 % N,
     one_hot=lambda _: torch.eye(N),
+    a_edge_index=lambda data: data.edge_index,
+    b_edge_index=lambda data: data.edge_index * 7 % N,
 )
 held = partial(net_of, Holds)
 Table = held(lambda net, edge_index: net.inner(net.emb.weight, edge_index), emb=table)
@@ -148,8 +150,18 @@ MORE: dict[str, type[nn.Module]] = {
     ),
     # A weight for features that are the numbers of nodes.
     "as many features as nodes": held(
-        lambda net, one_hot, edge_index: net.inner(one_hot @ net.weight, edge_index),
+        lambda net, one_hot, edge_index: net.inner(
+            torch.addmm(net.bias, one_hot, net.weight), edge_index
+        ),
         weight=random_rows(N, D),
+        bias=random_rows(D),
+    ),
+    # It is not clear to which edges the buffer belongs, and forward does not read it.
+    "edges of two kinds": held(
+        lambda net, x, a_edge_index, b_edge_index: (
+            net.inner(x, a_edge_index) + net.inner(x, b_edge_index)
+        ),
+        row=lambda: nn.Buffer(GRAPH.edge_index[0]),
     ),
 }
 

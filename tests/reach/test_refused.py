@@ -63,6 +63,14 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "einsum": lambda x: x @ torch.einsum("nd,nf->df", x, x) / 9,
     "global_mean_pool": lambda x: x + gnn.global_mean_pool(x, None),
     "matmul, softmax": lambda x: torch.softmax(x @ x.t(), dim=-1) @ x,
+    "max": lambda x: x - x.max(0).values,
+    "cumsum": lambda x: x.cumsum(0) / N,
+    "softmax": lambda x: torch.softmax(x, 0),
+    "normalize": lambda x: F.normalize(x, dim=0),
+    "roll": lambda x: x.roll(1, 0),
+    "flip": lambda x: x.flip(0),
+    "argsort": lambda x: x[x.argsort(dim=0)[:, 0]],
+    "topk": lambda x: x * x.topk(2, 0)[0].sum(),
 }
 
 
@@ -70,6 +78,15 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_what_combines_all_nodes_between_layers(name: str) -> None:
     words = rf"all nodes between layers, by '{name.partition(',')[0]}' at test_refused(.|\n)*Pool"
     assert_refused(Net(lambda net, x, e: SUMS[name](x)), words)
+
+
+def test_the_same_along_features_is_a_function_of_single_rows() -> None:
+    def between(net: Any, x: Tensor, _: Tensor) -> Tensor:
+        x = F.normalize(x.softmax(-1).cumsum(1).roll(1, 1).flip(1) + x.topk(W)[0].sort()[0])
+        return x - x.max(1, keepdim=True).values
+
+    engine = one_process_engine(Net(between), partition=torch.arange(N) % 3)
+    engine.forward((GRAPH.x, GRAPH.edge_index), {})
 
 
 class SumsByHand(nn.Module):
@@ -186,7 +203,16 @@ PARTS: dict[str, tuple[Between, Callable[[], nn.Module | None], str]] = {
         lambda: None,
         r"small part of the graph .*at test_refused.py:\d+, `lambda net, x, e: x.view\(N",
     ),
-    "a sum of all before": (lambda net, x, e: x.cumsum(0) / N, lambda: None, "chunks"),
+    "edges turned by an index": (
+        lambda net, x, e: net.convs[2](x, e[[1, 0]]),
+        lambda: None,
+        r"reads edges that 'getitem' has turned.*(.|\n)*Write edge_index.flip\(0\)",
+    ),
+    "edges turned by a stack": (
+        lambda net, x, e: net.convs[2](x, torch.stack([e[1], e[0]])),
+        lambda: None,
+        "edges that 'stack' has turned",
+    ),
 }
 
 

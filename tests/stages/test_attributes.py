@@ -116,6 +116,7 @@ THREES = torch.full((D,), 3.0, dtype=torch.float64)
 # What runs in between, and what changes: a name is set to 3.
 CASES: dict[str, tuple[Callable[[Any, Tensor], Any], str | Callable[[Any], Any]]] = {
     "private": (lambda net, h: h * net._scale, "_scale"),
+    "of NumPy": (lambda net, h: net._scale * h, set_to("_scale", np.float64(3.0))),
     "branch": (lambda net, h: h * 2 if net._scale > 2 else h, "_scale"),
     "int and float": (lambda net, h: h * (2 + (type(net._scale) is int)), set_to("_scale", 1)),
     "appears": (lambda net, h: h * getattr(net, "later", 1.0), "later"),
@@ -254,17 +255,17 @@ class Gate(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_open = False
+        self._is_open = False
 
     def forward(self, h: Tensor) -> Tensor:
-        return h - h.mean(0) if self.is_open else h
+        return h - h.mean(0) if self._is_open else h
 
 
 def test_a_part_whose_option_has_changed_is_checked_again() -> None:
     net, engine, inputs = make(lambda net, h: net.extra(h))
     net.extra = Gate()
     engine.forward(inputs, {})
-    net.extra.is_open = True
+    net.extra._is_open = True
     with pytest.raises(UnsupportedError, match="treat each"):
         engine.forward(inputs, {})
 
