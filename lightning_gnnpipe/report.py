@@ -70,18 +70,16 @@ class Split:
     def _bytes_of_gradients(self, weights: Weights) -> int:
         """Return the bytes of gradients of the weights of stages.
 
-        The shards of a stage sum them. All stages receive the sums, by shard; with "staged" only
-        the stages that use the weights. A sum takes two times as much as a copy.
+        The shards of each stage sum theirs. A gradient of n stages is sent n - 1 times to be
+        summed, and the sum goes to all stages that hold the weight: with "staged" to the n.
         """
-        num_shards, num_others, total = self.num_shards, len(self.stages) - 1, 0
+        num_shards, total = self.num_shards, 0
         for name, p in self.module.named_parameters():
             num_users = len(self.users.get(name, ()))
             if p.requires_grad and num_users:
-                copies = num_others * min(num_users, 2)
-                if weights == "staged":
-                    copies = 2 * (num_users - 1)
-                sums = 2 * num_users * (num_shards - 1)
-                total += _gradient_bytes([p]) * (sums + copies * num_shards)
+                num_holders = num_users if weights == "staged" else len(self.stages)
+                copies = num_shards * (num_users + num_holders - 2)
+                total += _gradient_bytes([p]) * (copies + 2 * num_users * (num_shards - 1))
         return total
 
 

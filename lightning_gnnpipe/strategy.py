@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from functools import partial
@@ -29,7 +29,12 @@ from lightning_gnnpipe.steps import Controls
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer._compat import LightningStrategy, PathLike
 from lightning_gnnpipe.trainer.checkpoints import AtomicCheckpointIO, Checkpoints
-from lightning_gnnpipe.trainer.engine_host import EngineHost, check_optimizers, check_scaling
+from lightning_gnnpipe.trainer.engine_host import (
+    EngineHost,
+    check_optimizers,
+    check_scaling,
+    check_staged,
+)
 from lightning_gnnpipe.trainer.processes import Processes
 from lightning_gnnpipe.trainer.replicas import Replicas
 from lightning_gnnpipe.types import (
@@ -185,7 +190,8 @@ class GNNPipeStrategy(LightningStrategy):
 
         Changes in place that all ranks make are kept. With `weights="whole"` it does nothing.
         """
-        with self._host.gathered():
+        staged = self._host.staged
+        with nullcontext() if staged is None else staged.gathered():
             yield
 
     def plan(self, module: pl.LightningModule, data: Any, **options: Any) -> PipelinePlan:
@@ -220,11 +226,13 @@ class GNNPipeStrategy(LightningStrategy):
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        check_optimizers(self.optimizers, is_staged=self._host.is_staged)
+        check_optimizers(self.optimizers)
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        check_scaling(self.precision_plugin, self.options.async_halo, self._host.is_staged)
+        check_scaling(self.precision_plugin, self.options.async_halo)
+        if self._host.is_staged:
+            check_staged(self.user_module.trainer, self.optimizers, self.precision_plugin)
 
     def process_dataloader(self, dataloader: object) -> object:
         return self._replicas.process_dataloader(dataloader)
@@ -333,14 +341,16 @@ class GNNPipeStrategy(LightningStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         super().load_optimizer_state_dict(checkpoint)
-        self._host.drop_foreign_states()
+        if self._host.staged is not None:
+            self._host.staged.drop_states()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         with self.gathered():
             return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._host.whole_state(optimizer, super().optimizer_state(optimizer))
+        state, staged = super().optimizer_state(optimizer), self._host.staged
+        return state if staged is None else staged.whole_state(optimizer, state)
 
     def remove_checkpoint(self, filepath: PathLike) -> None:
         super().remove_checkpoint(filepath)

@@ -15,7 +15,7 @@ positions ``start .. end - 1``. A *node* is an index in the user's own numbering
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import Tensor
 
@@ -44,9 +44,3 @@ TrafficKind = Literal[
     "data_grad",
     "control",
 ]
-
-
-def names_codecs(option: object) -> bool:
-    """Return whether `option` is a `CodecOption`."""
-    names = option if isinstance(option, (tuple, list)) and len(option) == 2 else [option]
-    return all(name in get_args(CodecName) for name in names)

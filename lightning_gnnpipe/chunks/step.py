@@ -14,7 +14,7 @@ the chunks on both sides, so they cannot deadlock; no message of one phase is le
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -122,10 +122,15 @@ class Step:
             spec.transport.flush()
         return self._collect(outputs)
 
-    def backward(self, output_grads: Sequence[Tensor]) -> None:
-        """Run backward from `output_grads` (user's order)."""
+    def backward(self, output_grads: Sequence[Tensor], before_last: Callable[[], None]) -> None:
+        """Run backward from `output_grads` (user's order); what it sends may be on its way after.
+
+        `before_last` is called once gradients of the last chunk have come.
+        """
         spec, order = self.spec, self.spec.order[::-1]
         for chunk, received in self._receive("backward", order):
+            if chunk.index == order[-1]:
+                before_last()
             with self._timed("backward", chunk.index):
                 if self._is_last:
                     pairs = zip(output_grads, spec.outputs, strict=True)
@@ -135,8 +140,6 @@ class Step:
                     grads = [next(given) if one.requires_grad else none for one in self._sent]
                 found = self._differentiate(chunk, grads)
             self._send("backward", chunk, found)
-        if self._targets["backward"] is not None:
-            spec.transport.flush()
 
     def _compute(self, chunk: Piece, received: Sequence[Tensor]) -> list[Tensor]:
         """Compute one chunk, and keep for backward what autograd starts from."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_gnnpipe.codecs.low_bit import LowBitCodec
 from lightning_gnnpipe.codecs.payload import Codec
 from lightning_gnnpipe.errors import ConfigError, advice_on
-from lightning_gnnpipe.types import CodecName, CodecOption, TrafficKind, names_codecs
+from lightning_gnnpipe.types import CodecName, CodecOption, TrafficKind
 
 
 class CastCodec(Codec):
@@ -29,12 +29,11 @@ class CastCodec(Codec):
         out.copy_(payload.view(torch.bfloat16).view(out.shape))
 
 
-EXACT: CodecName = "fp32"
-_CODECS: dict[str, Callable[[], Codec]] = {
-    "fp32": Codec,
-    "bf16": lambda: CastCodec("bf16"),
-    "int8": lambda: LowBitCodec(8),
-    "int1": lambda: LowBitCodec(1),
+_CODECS: dict[str, Codec] = {
+    "fp32": Codec(),
+    "bf16": CastCodec("bf16"),
+    "int8": LowBitCodec(8),
+    "int1": LowBitCodec(1),
 }
 
 
@@ -44,7 +43,7 @@ def get_codec(name: CodecName) -> Codec:
     "fp32" sends each tensor in its own dtype. "int8" and "int1" send 8 bits or 1 bit per value plus
     32 bits per row, and round at random between the row's minimum and maximum.
     """
-    return _CODECS[name]()
+    return _CODECS[name]
 
 
 class Codecs(NamedTuple):
@@ -58,24 +57,20 @@ class Codecs(NamedTuple):
 
     @property
     def is_exact(self) -> bool:
-        return self.rows.name == self.grads.name == EXACT
+        return self.rows.name == self.grads.name == "fp32"
 
 
-def get_codecs(option: CodecOption) -> Codecs:
-    """Return the codecs of rows and gradients; one name stands for both."""
-    return Codecs(*map(get_codec, codec_names(option)))
-
-
-def codec_names(option: CodecOption, what: str = "codecs") -> tuple[CodecName, CodecName]:
-    """Return the codec names of rows and gradients; a ConfigError calls the option `what`."""
-    if not names_codecs(option):
+def get_codecs(option: CodecOption, what: str = "codecs") -> Codecs:
+    """Return the codecs of rows and gradients; a ConfigError calls the option `what`."""
+    names = (option, option) if isinstance(option, str) else option
+    is_pair = isinstance(names, tuple | list) and len(names) == 2
+    if not is_pair or any(name not in get_args(CodecName) for name in names):
         raise ConfigError(
             expected=f"{what} to be one of {', '.join(_CODECS)}, or a pair of them",
             found=repr(option),
             remedy=advice_on(option) or "A pair holds the codec of rows and that of gradients.",
         )
-    rows, grads = (option, option) if isinstance(option, str) else option
-    return rows, grads
+    return Codecs(*map(get_codec, names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +88,11 @@ class MessageOptions:
     is_async: bool = False
 
     def check(self) -> None:
-        codec_names(self.halo_codec, "'halo_codec'")
-        codec_names(self.cut_codec, "'cut_codec'")
+        get_codecs(self.halo_codec, "'halo_codec'")
+        get_codecs(self.cut_codec, "'cut_codec'")
 
     @property
     def is_exact(self) -> bool:
         """Whether messages arrive unchanged, in the same step."""
-        names = {*codec_names(self.halo_codec), *codec_names(self.cut_codec)}
-        return not self.is_async and names == {EXACT}
+        codecs = get_codecs(self.halo_codec), get_codecs(self.cut_codec)
+        return not self.is_async and all(one.is_exact for one in codecs)

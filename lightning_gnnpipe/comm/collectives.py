@@ -114,32 +114,38 @@ class Collectives:
 
     def broadcast_object(self, value: T, source: int | None = None) -> T:
         """Return the picklable `value` of rank `source`, by default the first rank."""
-        if not self.has_others:
-            return value
-        box, group = [value], self.members.group
         source = self.members.ranks[0] if source is None else source
-        what = f"broadcast from rank {source}"
-        self.meet(what)
-        with self.explained(what):
-            dist.broadcast_object_list(box, source, group, self.world.wire_device)
-        return box[0]
+        own = value if self.world.rank == source else None
+        return cast(T, self.all_gather_objects(own)[self.members.ranks.index(source)])
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank and return its result; if one fails, all do."""
+        error: Exception | None = None
+        try:
+            result = work()
+        except Exception as found:
+            error = found
+        causes = zip(self.members.ranks, self.all_gather_objects(cause_of(error)), strict=True)
+        failed = [f"Rank {rank} failed: {cause}" for rank, cause in causes if cause is not None]
+        if error is None and failed:
+            raise PeerError(failed[0])
+        if error is not None:
+            raise error
+        return result
 
     def run_on_first(self, work: Callable[[], T]) -> T:
         """Run `work` on the first rank only; all ranks return its result or raise its error."""
-        result: T | None = None
-        error: Exception | None = None
-        if self.world.rank == self.members.ranks[0]:
+
+        def run() -> T | GNNPipeError | None:
             try:
-                result = work()
-            except Exception as found:
-                error = found
-        shared = error if isinstance(error, GNNPipeError) else cause_of(error)
-        result, first = self.broadcast_object((result, shared))
-        if error is None and isinstance(first, str):
-            raise PeerError(f"Rank {self.members.ranks[0]} failed: {first}")
-        if error is not None or isinstance(first, Exception):
-            raise cast(Exception, error or first)
-        return cast(T, result)
+                return work() if self.world.rank == self.members.ranks[0] else None
+            except GNNPipeError as error:  # the same on all ranks
+                return error
+
+        found = self.broadcast_object(self.together(run))
+        if isinstance(found, GNNPipeError):
+            raise found
+        return cast(T, found)
 
     def all_gather_objects(self, value: T) -> list[T]:
         """Return the picklable values of all ranks, in rank order."""
@@ -151,18 +157,6 @@ class Collectives:
         with self.explained(what):
             dist.all_gather_object(values, value, group=self.members.group)
         return values
-
-    def gather_objects(self, value: T) -> list[T]:
-        """Return the picklable values of all ranks on the first one, else this rank's own."""
-        if not self.has_others:
-            return [value]
-        first, what = self.members.ranks[0], "gather to the first rank"
-        values: list[Any] = [None] * len(self.members.ranks)
-        self.meet(what)
-        with self.explained(what):
-            is_first = self.world.rank == first
-            dist.gather_object(value, values if is_first else None, first, self.members.group)
-        return values if is_first else [value]
 
     def over(
         self,

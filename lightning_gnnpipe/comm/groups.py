@@ -10,8 +10,9 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -82,34 +83,12 @@ class Mesh:
     """This rank's place among `num_stages` (S), `num_shards` (G) and `num_replicas` (R).
 
     It holds the layers of its stage, for the nodes of its shard and the batches of its replica.
-
-    Attributes:
-        shards: The ranks of this stage of this replica.
-        pipe: The ranks of this shard of this replica.
-        own_replica: The ranks of this replica.
-        replicas: The ranks of this stage and shard in all replicas.
-        asked: As `replicas`, in a separate process group for calls that user code requests.
     """
 
     rank: int
     num_stages: int
     num_shards: int = 1
     num_replicas: int = 1
-    shards: Members = Members(())
-    pipe: Members = Members(())
-    own_replica: Members = Members(())
-    replicas: Members = Members(())
-    everyone: Members = Members(())
-    asked: Members = Members(())
-
-    @property
-    def groups(self) -> list[ProcessGroup]:
-        """The process groups of this rank that the package made."""
-        members = self.shards, self.pipe, self.own_replica, self.replicas, self.everyone, self.asked
-        found = [one.group for one in members if len(one.ranks) > 1]
-        if _is_ours():
-            found.append(dist.group.WORLD)
-        return [one for one in dict.fromkeys(found) if one is not None]
 
     @property
     def replica(self) -> int:
@@ -133,20 +112,38 @@ class Mesh:
         return first + stage * self.num_shards + (self.shard if shard is None else shard)
 
 
-def make_mesh(world: World, num_stages: int, num_shards: int) -> Mesh:
-    """Create the mesh and its process groups; a collective call."""
-    ranks = torch.arange(world.size).view(world.num_replicas, num_stages, num_shards)
+class Axes(NamedTuple):
+    """The ranks that this one communicates with, along each axis of the mesh."""
+
+    replica: Members  # all of this replica
+    everyone: Members
+    shards: Members  # of this stage of this replica
+    pipe: Members  # of this shard of this replica
+    replicas: Members  # of this stage and shard in all replicas
+    asked: Members  # as `replicas`, in a process group of its own for what user code requests
+
+    @property
+    def groups(self) -> list[ProcessGroup]:
+        """The process groups of this rank that the package made."""
+        found = [one.group for one in self if len(one.ranks) > 1]
+        if _is_ours():
+            found.append(dist.group.WORLD)
+        return [one for one in dict.fromkeys(found) if one is not None]
+
+
+def make_axes(world: World, mesh: Mesh) -> Axes:
+    """Create the process groups; a collective call."""
+    ranks = torch.arange(world.size).view(world.num_replicas, mesh.num_stages, mesh.num_shards)
     everyone = _own(world, [list(range(world.size))])
+    replica = _own(world, ranks.flatten(1).tolist(), everyone)
     replicas = ranks.flatten(1).t().tolist()
-    own_replica = _own(world, ranks.flatten(1).tolist(), everyone)
     pipes = ranks.transpose(1, 2).flatten(0, 1).tolist()
-    return replace(
-        Mesh(world.rank, num_stages, num_shards, world.num_replicas),
+    return Axes(
+        replica,
+        everyone,
         shards=_own(world, ranks.flatten(0, 1).tolist(), everyone),
-        pipe=own_replica if num_shards == 1 else _own(world, pipes, everyone),
-        own_replica=own_replica,
+        pipe=replica if mesh.num_shards == 1 else _own(world, pipes, everyone),
         replicas=_own(world, replicas, everyone),
-        everyone=everyone,
         asked=_own(world, replicas),
     )
 

@@ -7,8 +7,9 @@ for at the end of a phase; their tensors stay alive until then.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -17,51 +18,62 @@ from torch import Tensor
 
 from lightning_gnnpipe.codecs import Codec, Parcel
 from lightning_gnnpipe.comm.collectives import Collectives, Meter
-from lightning_gnnpipe.comm.groups import Members, World, make_mesh
+from lightning_gnnpipe.comm.groups import Members, Mesh, World, make_axes
 from lightning_gnnpipe.comm.watch import Watch
 from lightning_gnnpipe.types import TrafficKind
 
 PLAIN = Codec()  # no encoding
 
-_MAX_TENSORS, _MAX_CHUNKS, _MAX_RUNS = 2**10, 2**16, 2**4  # 31 bits per tag
+_KINDS = "forward", "backward", "weight_grad"
+_MAX_TENSORS, _MAX_KINDS, _MAX_CHUNKS, _MAX_RUNS = 2**10, 2**2, 2**15, 2**4  # 31 bits per tag
 _EXCHANGE_TAG = 1  # exchanging ranks have no other messages, and gloo keeps the order
 
 
 class Label(NamedTuple):
-    """Identifies a message between two ranks: kind of data, and chunk or micro-batch."""
+    """Identifies a message between two ranks: kind of data, and chunk, or number of weights."""
 
     kind: TrafficKind
     chunk: int
+
+    def __str__(self) -> str:
+        if self.kind == "weight_grad":
+            return "gradients of weights"
+        return f"{self.kind} data of chunk {self.chunk}"
 
 
 class Transport(Collectives):
     """Messages between the ranks of a replica, and collectives along the axes of the mesh.
 
-    `layout`: stages, and shards of each stage.
+    `layout`: stages, and shards of each stage. The ranks of each collective: see `Axes`.
 
     Attributes:
-        everyone: Collectives over all ranks of all replicas.
-        replicas: Collectives over the ranks of this stage and shard, one of each replica.
-        pipe: Collectives over the stages of this shard and replica.
-        asked: As `replicas`, in a separate process group for calls that user code requests.
         waited_s: Seconds that this rank has waited for other shards of its stage.
     """
 
     def __init__(self, world: World, layout: tuple[int, int], meter: Meter) -> None:
         super().__init__(world, meter, Members(range(world.size)), Watch(world.rank, world.size))
+        self.mesh = Mesh(world.rank, *layout, world.num_replicas)
         with self.explained("assign ranks to {} stages of {} shards".format(*layout)):
-            self.mesh = make_mesh(world, *layout)
-        self.members = self.mesh.own_replica
-        self.everyone = Collectives(world, meter, self.mesh.everyone, self.watch)
-        self.replicas = Collectives(world, meter, self.mesh.replicas, self.watch)
-        self.asked = Collectives(world, meter, self.mesh.asked, self.watch)
-        self._shards = Collectives(world, meter, self.mesh.shards, self.watch)
-        self.pipe = Collectives(world, meter, self.mesh.pipe, self.watch)
+            self.axes = make_axes(world, self.mesh)
+            self.members, *others = self.axes
+            self._connect()
+        self.everyone, self._shards, self.pipe, self.replicas, self.asked = (
+            Collectives(world, meter, one, self.watch) for one in others
+        )
         self.waited_s = 0.0
         self._sends: list[tuple[Any, Tensor]] = []
         self._receives: dict[Label, tuple[list[Any], list[Parcel]]] = {}
         self._run = 0
         self.seed = 0  # of the codecs in this step; each message takes the next
+
+    def _connect(self) -> None:
+        """Let each two stages meet: at their first message NCCL blocks until both are there."""
+        flag = torch.zeros(1, device=self.world.wire_device)
+        for pair in combinations(range(self.mesh.num_stages), 2) if flag.is_cuda else ():
+            if self.mesh.stage in pair:
+                is_first = self.mesh.stage == pair[0]
+                meet = dist.send if is_first else dist.recv
+                meet(flag, self.mesh.rank_of(pair[is_first]), self.members.group)
 
     def begin_run(self) -> None:
         """Start the watch, and use new tags: messages of an earlier run may be in flight."""
@@ -69,14 +81,14 @@ class Transport(Collectives):
         self._receives.clear()
         if self.world.is_distributed:
             self._run = (self._run + 1) % _MAX_RUNS
-            self.watch.start(self.mesh.groups)
+            self.watch.start(self.axes.groups)
 
     def post_receive(
         self, source: int, label: Label, buffers: Sequence[Tensor], codec: Codec = PLAIN
     ) -> None:
         """Start to receive a message of rank `source` into `buffers`."""
         parcels = [Parcel(buffer, codec, self.world.wire_device) for buffer in buffers]
-        with self.explained(f"receive {label.kind} data of chunk {label.chunk} from rank {source}"):
+        with self.explained(f"receive {label} from rank {source}"):
             works = [
                 dist.irecv(parcel.place, source, self.members.group, self._tag(label, i))
                 for i, parcel in enumerate(parcels)
@@ -88,7 +100,7 @@ class Transport(Collectives):
         """Wait for a message and return its tensors."""
         works, parcels = self._receives.pop(label)
         num_bytes = sum(parcel.num_bytes for parcel in parcels)
-        with self.explained(f"wait for {label.kind} data of chunk {label.chunk}"):
+        with self.explained(f"wait for {label}"):
             for work in works:
                 work.wait(self.world.timeout)
         self.meter[label.kind] += num_bytes
@@ -99,7 +111,7 @@ class Transport(Collectives):
     ) -> None:
         """Start to send `tensors` as one message to rank `target`."""
         payloads = [self._encode(tensor, codec) for tensor in tensors]
-        with self.explained(f"send {label.kind} data of chunk {label.chunk} to rank {target}"):
+        with self.explained(f"send {label} to rank {target}"):
             for i, payload in enumerate(payloads):
                 if payload.numel():
                     tag = self._tag(label, i)
@@ -118,18 +130,11 @@ class Transport(Collectives):
         with self.waiting():
             self._shards.all_reduce(tensor, kind)
 
-    def sum_over_stages(self, tensor: Tensor, stages: Sequence[int], kind: TrafficKind) -> None:
-        """Sum `tensor` over some stages of this shard, in place: the first sums, and answers."""
-        first, *rest = [self.mesh.rank_of(stage) for stage in stages]
-        if self.mesh.rank != first:
-            self.exchange(kind, [(first, tensor)], [])()
-            [total] = self.exchange(kind, [], [(first, torch.empty_like(tensor))])()
-            tensor.copy_(total)
-            return
-        empty = [(rank, torch.empty_like(tensor)) for rank in rest]
-        for part in self.exchange(kind, [], empty)():
-            tensor += part
-        self.exchange(kind, [(rank, tensor) for rank in rest], [])()
+    def share_of_stages(self, tensors: Mapping[int, Sequence[Tensor]]) -> None:
+        """Overwrite `tensors`, by stage, with those of their stage; not counted."""
+        with self.meter.paused():
+            for stage, several in sorted(tensors.items(), key=lambda one: one[0]):
+                self.pipe.broadcast_all(several, self.mesh.rank_of(stage))
 
     def exchange(
         self,
@@ -178,7 +183,7 @@ class Transport(Collectives):
         """Return a tag that is unique among the messages in flight between two ranks."""
         assert index < _MAX_TENSORS
         place = self._run * _MAX_CHUNKS + label.chunk % _MAX_CHUNKS
-        return (2 * place + (label.kind == "backward")) * _MAX_TENSORS + index
+        return (place * _MAX_KINDS + _KINDS.index(label.kind)) * _MAX_TENSORS + index
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

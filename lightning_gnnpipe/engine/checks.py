@@ -71,7 +71,7 @@ class EngineChecks:
         if vector.numel() < self._options.num_chunks:  # too small to be cut
             return call
         if self._is_one is None:
-            with self._model.gathered():
+            with self._model.staged.gathered():
                 self._is_one = is_one_graph(self._model.module, call)
         return replace(call, is_one_graph=self._is_one)
 

@@ -110,7 +110,7 @@ class PipelineEngine:
             is_pipelined = not any(one.training for one in self.model.module.modules())
         else:
             is_pipelined = caller == "training" and has_grads
-        if self.model.staged is not None and not is_pipelined:
+        if not is_pipelined:
             self.model.staged.check_whole()
         return is_pipelined
 
@@ -184,7 +184,7 @@ class PipelineEngine:
                 if not max(self.transport.meet("evaluate the module", [has_drawn]))[0]:
                     return mode.finish(outputs, call)
                 self.model.note_random(mode)
-            with self.model.gathered():
+            with self.model.staged.gathered():
                 return self.method.own()(*args, **kwargs)
         finally:
             if key is not None:

@@ -71,8 +71,11 @@ class GraphPasses:
 
     def refresh(self, call: Call, inputs: Inputs, own: Histories, key: InputKey) -> None:
         """Recompute the histories of an input by an exact pass without dropout."""
-        norms = self._model.intercepted.norms.values()
-        with switched(self._model.module, False, but=norms), torch.no_grad():
+        model = self._model
+        norms = model.intercepted.norms.values()
+        with switched(model.module, False, but=norms), torch.no_grad():
+            has_changed = [model.has_changed(call, inputs)]
+            model.is_due = max(self._transport.meet("refresh embeddings", has_changed))[0] > 0
             mode = self.mode(call, inputs, key.graph)
             own.inputs.load(call, inputs, key.leaves)
             own.writing.is_refresh = True

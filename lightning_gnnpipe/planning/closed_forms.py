@@ -123,7 +123,7 @@ def pipeline_bytes(
     Each row crosses each cut, its gradient returns, and the last stage sends the outputs to all
     other stages, as each stage does with the gradients of its weights. `row_bytes`: for each of the
     S - 1 cuts, bytes of one node's rows. `weight_bytes`: bytes of all weights of stages.
-    `tied_bytes`: of those in several stages, whose gradients are summed, which sends twice as much.
+    `tied_bytes`: of those in all stages, whose gradients are summed, which sends twice as much.
     """
     to_all = num_nodes * output_row_bytes + weight_bytes + tied_bytes
     return 2 * num_nodes * sum(row_bytes) + len(row_bytes) * to_all

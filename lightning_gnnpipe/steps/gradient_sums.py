@@ -7,13 +7,15 @@ drift apart.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise, product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.comm import Label, Transport
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.steps.staged_weights import StagedWeights
 
@@ -23,10 +25,16 @@ Named = Sequence[tuple[str, nn.Parameter]]
 class GradientSums:
     """Gradients of one backward phase of the weights that stages use, on all ranks of a replica.
 
-    `users`: the stages of each weight. One stage sends the gradients of its own weights to all
-    stages, unless they are `staged`; gradients of weights in several stages are summed. Shards sum
-    theirs before. Gradients that are there before the phase are equal on all ranks, and no part of
-    sums.
+    A stage sends its gradients to all others as soon as its last chunk is done, which hides behind
+    the chunks of earlier stages. A weight of several stages is summed on the way::
+
+        stage 2   ccccc -> its own to all, its part of tied ones to the stage before
+        stage 1    ccccc -> its own to all, the sum of both parts
+        stage 0     ccccc -> its own to all, the total of tied ones to all
+
+    Shards sum theirs before. `users`: the stages of each weight. Gradients of `staged` weights go
+    to the stages that use them alone. Gradients that are there before the phase are equal on all
+    ranks, and no part of sums.
     """
 
     def __init__(
@@ -34,54 +42,93 @@ class GradientSums:
         module: nn.Module,
         users: Mapping[str, set[int]],
         transport: Transport,
-        staged: StagedWeights | None,
+        staged: StagedWeights,
     ) -> None:
-        self._transport = transport
-        groups: dict[tuple[tuple[int, ...], bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
-        if transport.has_others:
-            for name, parameter in module.named_parameters():
-                stages = tuple(sorted(users.get(name, ())))
-                is_staged = staged is not None and parameter in staged
-                is_here = not is_staged or transport.mesh.stage in stages
-                if parameter.requires_grad and stages and is_here:
-                    key = stages, is_staged, parameter.dtype
-                    groups.setdefault(key, []).append((name, parameter))
-        # The last stage is the first to end its backward phase.
-        order = sorted(groups.items(), key=lambda one: one[0][0], reverse=True)
-        self._groups = [(stages, is_staged, named) for (stages, is_staged, _), named in order]
+        self._transport, self._own = transport, transport.mesh.stage
+        found: dict[tuple[tuple[int, ...], bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in module.named_parameters() if transport.has_others else ():
+            stages = tuple(sorted(users.get(name, ())))
+            if parameter.requires_grad and stages:
+                key = stages, parameter in staged, parameter.dtype
+                found.setdefault(key, []).append((name, parameter))
+        every, self._groups = tuple(range(transport.mesh.num_stages)), list[_Group]()
+        for i, ((stages, is_staged, _), named) in enumerate(found.items()):
+            labels = Label("weight_grad", 2 * i), Label("weight_grad", 2 * i + 1)
+            group = _Group(stages, stages if is_staged else every, named, *labels)
+            if (
+                self._own in group.holders
+                and max(len(group.holders), transport.mesh.num_shards) > 1
+            ):
+                self._groups.append(group)
         self._earlier: dict[str, Tensor | None] = {}
 
     def begin(self) -> None:
         """Set earlier gradients aside where the phase's own are summed."""
-        for stages, _, named in self._groups:
-            if len(stages) > 1 or self._transport.mesh.num_shards > 1:
-                for name, parameter in named:
+        for group in self._groups:
+            if len(group.users) > 1 or self._transport.mesh.num_shards > 1:
+                for name, parameter in group.named:
                     self._earlier[name], parameter.grad = parameter.grad, None
 
+    def expect_later(self) -> None:
+        """Start to receive from later stages; call it once gradients of the last chunk have come.
+
+        NCCL keeps the order of all messages between two ranks, and its receives occupy the GPU.
+        """
+        self._expect(range(self._own + 1, self._transport.mesh.num_stages))
+
     def finish(self) -> None:
-        """Write the gradients of all stages to the weights that this rank holds; collective."""
-        transport, mesh = self._transport, self._transport.mesh
-        for stages, is_staged, named in self._groups:
-            if is_staged and len(stages) == mesh.num_shards == 1:
+        """Send the gradients of this stage, and write those of all stages to the weights."""
+        transport, rank_of = self._transport, self._transport.mesh.rank_of
+        for one in self._groups:
+            if self._own not in one.users:
                 continue
-            flat = _flatten(named)
-            if mesh.stage in stages:
-                transport.sum_over_shards(flat, "weight_grad")
-            if is_staged:
-                transport.sum_over_stages(flat, stages, "weight_grad")
-            elif len(stages) == 1:
-                transport.pipe.broadcast(flat, mesh.rank_of(stages[0]), "weight_grad")
-            else:
-                transport.pipe.all_reduce(flat, "weight_grad")
-            _put_back(flat, named, self._earlier)
+            flat = _flatten(one.named)
+            transport.sum_over_shards(flat, "weight_grad")
+            if self._own != one.users[-1]:
+                flat += transport.wait_receive(one.part)[0]
+            if self._own != one.users[0]:
+                before = one.users[one.users.index(self._own) - 1]
+                transport.send(rank_of(before), one.part, [flat])
+                continue
+            for stage in one.holders:
+                if stage != self._own:
+                    transport.send(rank_of(stage), one.total, [flat])
+            _put_back(flat, one.named, self._earlier)
+        self._expect(range(self._own))
+        for one in self._groups:
+            if self._own != one.users[0]:
+                _put_back(transport.wait_receive(one.total)[0], one.named, self._earlier)
+        if transport.has_others:
+            transport.flush()
         self._earlier.clear()
+
+    def _expect(self, stages: Iterable[int]) -> None:
+        """Start to receive what `stages` will send."""
+        for stage, one in product(stages, self._groups):
+            labels = [one.total] if stage == one.users[0] else []
+            if (self._own, stage) in pairwise(one.users):
+                labels = [one.part]
+            for label in labels:
+                size = sum(p.numel() + 1 for _, p in one.named)
+                flat = one.named[0][1].new_empty(size, requires_grad=False)
+                self._transport.post_receive(self._transport.mesh.rank_of(stage), label, [flat])
+
+
+class _Group(NamedTuple):
+    """Weights that the same stages use and hold, of one dtype, whose gradients are one message."""
+
+    users: tuple[int, ...]
+    holders: tuple[int, ...]
+    named: Named
+    part: Label  # of the sum so far, from a user to the one before
+    total: Label  # of the sum, from the first user to all holders
 
 
 def share_gradients(
     transport: Transport,
     root: nn.Module,
     of_stages: Collection[int],
-    staged: StagedWeights | None,
+    staged: StagedWeights,
 ) -> None:
     """Give all ranks the gradients of the first one, averaged over replicas; collective.
 
@@ -94,9 +141,8 @@ def share_gradients(
         is_equal = mesh.num_replicas == 1 and (
             id(p) in of_stages or (p.grad is not None and p.grad.is_sparse)
         )
-        is_staged = staged is not None and p in staged
-        is_here = staged is None or staged.holds(p)
-        if p.requires_grad and not is_equal and is_here:
+        is_staged = p in staged
+        if p.requires_grad and not is_equal and staged.holds(p):
             groups.setdefault((is_staged, p.dtype), []).append((name, p))
     first = mesh.rank_of(0, 0)
     for (is_staged, _), named in sorted(groups.items(), key=lambda one: one[0][0]):

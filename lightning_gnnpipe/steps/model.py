@@ -7,14 +7,15 @@ With weights="staged" it holds only the parameters that its stage uses.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_gnnpipe.calls import Call, Inputs
+from lightning_gnnpipe.calls import Call, Inputs, Kind, is_of_pairs
 from lightning_gnnpipe.chunks import StepCosts
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
@@ -28,10 +29,13 @@ from lightning_gnnpipe.stages import (
     Guard,
     HeldTensors,
     Layers,
+    Stage,
+    State,
     check_counts,
     check_num_stages,
     choose_repeated,
     cut_module,
+    find_reached,
     find_users,
     ids_in_stages,
     names_of_head,
@@ -40,14 +44,6 @@ from lightning_gnnpipe.stages import (
     switched,
 )
 from lightning_gnnpipe.steps.gradient_sums import GradientSums
-from lightning_gnnpipe.steps.modes import (
-    Key,
-    Mode,
-    check_norms,
-    check_parameters,
-    reads_key,
-    trace_key,
-)
 from lightning_gnnpipe.steps.staged_weights import StagedWeights
 
 log = logging.getLogger(__name__)
@@ -59,9 +55,52 @@ _TRACED_ANEW = (
     "in a callback, in a metric of torchmetrics or in a collections.deque()."
 )
 
+Key = tuple[Hashable, State]  # see `_trace_key`
 Check = Callable[[Layers, Call, Inputs], None]
 Measure = Callable[[Layers], StepCosts]  # measures the layers of a new module
 OnSplit = Callable[[Split, list[float]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One trace of the module, cut into layers and assigned to stages."""
+
+    layers: Layers
+    stages: tuple[Stage, ...]  # empty until the layers are assigned
+    reads: Hashable  # modes with equal `reads` share histories
+    is_training: bool
+    options: int  # fingerprint of plain attributes that forward reads, and of weight shapes
+    frozen: tuple[bool, ...]  # weights that need no gradient
+    is_random: bool = False  # draws random numbers in evaluation
+    unreached: dict[frozenset[str], frozenset[str]] = field(default_factory=dict)
+
+    def without_gradient(self, module: nn.Module, outputs: Iterable[str]) -> frozenset[str]:
+        """Return inputs and parameters that get no gradient from these `outputs`."""
+        used = frozenset(outputs)
+        if used not in self.unreached:
+            names = {name for name, _ in module.named_parameters()}
+            names |= {name for segment in self.layers.segments for name in segment.inputs}
+            names |= set(self.layers.outputs)
+            self.unreached[used] = frozenset(names - find_reached(self.layers, module, used))
+        return self.unreached[used]
+
+    def readers_of(self, call: Call) -> dict[int, list[int]]:
+        """Return, by the number of each argument that needs a gradient, the stages that read it."""
+        return {
+            slot: [one.index for one in self.stages if f"leaf_{slot}" in one.leaves]
+            for slot, leaf in enumerate(call.leaves)
+            if leaf.requires_grad and slot not in call.weights
+        }
+
+    def finish(
+        self,
+        outputs: Sequence[Tensor],
+        call: Call,
+        seeded: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Any:
+        """Return what the call returns; a head draws its random numbers `seeded`."""
+        with seeded() if self.layers.head else nullcontext():
+            return self.layers.rebuild_output(outputs, call.leaves)
 
 
 class PipelinedModel:
@@ -93,7 +132,7 @@ class PipelinedModel:
         self._of_head: set[str] = set()  # weights that only the head uses, on every rank
         self.matrices = Matrices()  # sparse matrices among the arguments
         self._held, self._guard = HeldTensors(module), Guard(module)
-        self.staged: StagedWeights | None = None  # the weights that only their stages hold
+        self.staged = StagedWeights(transport)  # the weights that only their stages hold
         self.is_due = False  # whether a rank has to trace the next call, so that all do
         self.is_accumulating = False  # if so, replicas do not average gradients
 
@@ -118,7 +157,7 @@ class PipelinedModel:
                 self._note_change()
             if key is None or not self._modes[key].stages or self.is_due:
                 self.is_due = False
-                with self.gathered():
+                with self.staged.gathered():
                     key = self._trace_all(call, inputs, also_train=also_train)
                     self._assign_layers(inputs, measure)
         self._modes[key] = mode = self._modes.pop(key)  # now most recently used
@@ -141,7 +180,7 @@ class PipelinedModel:
 
     def _key(self, call: Call, inputs: Inputs) -> Key:
         device = self._transport.world.device
-        return trace_key(self.module, call, inputs, device), self._guard.state()
+        return _trace_key(self.module, call, inputs, device), self._guard.state()
 
     def _trace_all(self, call: Call, inputs: Inputs, *, also_train: bool) -> Key:
         self._trace(call, inputs)
@@ -170,26 +209,22 @@ class PipelinedModel:
         own = text_fingerprint(repr((self._guard.state().text, shapes)))
         return self._transport.broadcast_object(own)  # some options differ between processes
 
-    def gathered(self) -> AbstractContextManager[None]:
-        """Have whole weights on every rank within the block; collective."""
-        return nullcontext() if self.staged is None else self.staged.gathered()
-
     def gradient_sums(self) -> GradientSums:
         """Return the sums for one pass, of the weights that stages have now."""
         return GradientSums(self.module, self._users_in_stages, self._transport, self.staged)
 
-    def _assign_weights(self, staged: StagedWeights) -> None:
+    def _assign_weights(self, root: nn.Module) -> None:
         """Let stages hold their weights, but not arguments of layers or parts used outside."""
-        named, own = dict(self.module.named_parameters()), self.of_stages_only(staged.root)
+        named, own = dict(self.module.named_parameters()), self.of_stages_only(root)
         leaves = {name for mode in self._modes.values() for name in mode.layers.weights.values()}
         inside = set(self.module.modules()) - {self.module}
-        outer = set(staged.root.modules()) - inside - {self.module}
+        outer = set(root.modules()) - inside - {self.module}
         parts = (part for one in outer for part in one.children() if part in inside)
         own -= {id(p) for part in parts for p in part.parameters()}
         users = self._users_in_stages.items()
         held = {named[n]: stages for n, stages in users if n in named and n not in leaves}
-        self._held.left_out = staged
-        staged.assign({p: stages for p, stages in held.items() if id(p) in own})
+        self._held.left_out = self.staged
+        self.staged.assign({p: stages for p, stages in held.items() if id(p) in own})
 
     def of_stages_only(self, root: nn.Module) -> set[int]:
         """Return ids of the parameters that neither the head nor other modules of `root` use."""
@@ -201,15 +236,13 @@ class PipelinedModel:
 
         The stage that runs a norm updates them.
         """
-        users, mesh = self._users_in_stages, self._transport.mesh
+        users = self._users_in_stages
         by_stage: dict[int, list[Tensor]] = {}
         for name, norm in (self.intercepted.norms | self.intercepted.batch_norms).items():
             stages = users.get(f"{name}.running_mean")
             if stages and (tracks_statistics(norm) or replaced):
                 by_stage.setdefault(min(stages), []).extend(norm.buffers())
-        with self._transport.meter.paused():
-            for stage, buffers in sorted(by_stage.items(), key=lambda one: one[0]):
-                self._transport.pipe.broadcast_all(buffers, mesh.rank_of(stage))
+        self._transport.share_of_stages(by_stage)
 
     @property
     def _users_in_stages(self) -> dict[str, set[int]]:
@@ -237,7 +270,7 @@ class PipelinedModel:
         """Trace the module in its present mode, unless cached."""
         if (found := self._find(call, inputs)) is not None:
             return found
-        check_parameters(self.module)
+        _check_parameters(self.module)
         first, state = self._key(call, inputs)
         known = {
             id(mode.layers): key
@@ -271,8 +304,10 @@ class PipelinedModel:
             mode = self._modes.pop(before)
             self._modes[key] = mode if is_same else replace(mode, options=0)
             return key
-        reads = reads_key(self.module, call, self.intercepted.norms.values())
-        frozen = tuple(not p.requires_grad for p in self.module.parameters())
+        flags = tuple(norm.training for norm in self.intercepted.norms.values())
+        needed = tuple(p.requires_grad for p in self.module.parameters())
+        reads = flags, needed, tuple(leaf.requires_grad for leaf in call.leaves)
+        frozen = tuple(not one for one in needed)
         self._modes[key] = Mode(layers, (), reads, self.module.training, 0, frozen)
         return key
 
@@ -297,11 +332,11 @@ class PipelinedModel:
         self._of_head -= in_stages
         self._users = {name: users[name] for name in sorted(users)}
         found = self.intercepted
-        check_norms(found.norms | found.batch_norms, self._users_in_stages)
+        _check_norms(found.norms | found.batch_norms, self._users_in_stages)
         if is_first_time:
             self._tell_split([self._modes[key] for key, _ in modes], inputs)
-        if self.staged is not None:
-            self._assign_weights(self.staged)
+        if self.staged.root is not None:
+            self._assign_weights(self.staged.root)
         while len(self._modes) > _NUM_MODES:
             del self._modes[next(iter(self._modes))]
 
@@ -343,3 +378,62 @@ class PipelinedModel:
             if 1 < num_stages < num_layers:
                 return self._transport.everyone.run_on_first(by_costs)  # equal in all replicas
         return solve_balance([1.0] * num_layers, num_stages)
+
+
+def _trace_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.device) -> Hashable:
+    """Cache key of a trace; attributes are in `State`."""
+    flags = tuple([m.training for m in module.modules()])
+    weights = tuple(
+        [(name, p.requires_grad, p.is_leaf, p.dtype) for name, p in module.named_parameters()]
+    )
+    leaves = tuple(
+        (leaf.requires_grad, leaf.dtype, _row_shape(call, inputs, slot, leaf))
+        for slot, leaf in enumerate(call.leaves)
+    )
+    form = None if inputs.graphs is None else inputs.graphs.form
+    is_autocast = torch.is_autocast_enabled(device.type)
+    signature = (call.signature, inputs.edge_sets, form)
+    return flags, weights, leaves, signature, is_autocast
+
+
+def _row_shape(call: Call, inputs: Inputs, slot: int, leaf: Tensor) -> tuple[int, ...]:
+    """Return the shape of a leaf without its row dimension, as a trace sees it."""
+    if inputs.graphs is None:
+        is_cut = inputs.kinds[slot] is Kind.EDGE_INDEX or is_of_pairs(call.names[slot])
+        return () if is_cut else tuple(leaf.shape[1:])
+    shape = list(leaf.shape)
+    how = inputs.graphs.leaves[slot]
+    if how.kind is not Kind.WHOLE:
+        shape[how.dim] = -1
+    return tuple(shape)
+
+
+def _check_parameters(module: nn.Module) -> None:
+    """Refuse computed tensors as weights: gradients would end at them."""
+    computed = (name for name, parameter in module.named_parameters() if not parameter.is_leaf)
+    name = next(computed, None) if torch.is_grad_enabled() else None
+    if name is not None:
+        raise UnsupportedError(
+            expected="the weights of the pipelined module to be parameters",
+            found=f"a computed tensor as '{name}', for example from functional_call",
+            remedy="Call the module in torch.no_grad(), or call a copy of it that you make in "
+            "__init__.",
+        )
+
+
+def stages_of_norms(
+    norms: Mapping[str, nn.Module], users: Mapping[str, set[int]]
+) -> dict[str, set[int]]:
+    """Return the stages of norms whose running statistics several stages would update."""
+    found = {name: users.get(f"{name}.running_mean", set()) for name in norms}
+    return {name: stages for name, stages in found.items() if len(stages) > 1}
+
+
+def _check_norms(norms: Mapping[str, nn.Module], users: Mapping[str, set[int]]) -> None:
+    """Refuse running statistics that several stages would update independently."""
+    for name, stages in stages_of_norms(norms, users).items():
+        raise UnsupportedError(
+            expected="a norm with running statistics to be called by one stage",
+            found=f"'{name}', a {type(norms[name]).__name__}, in stages {sorted(stages)}",
+            remedy="Give each layer a norm of its own.",
+        )

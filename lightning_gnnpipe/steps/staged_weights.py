@@ -2,22 +2,21 @@
 
     step       a rank holds and updates the weights of its stage; other ranks hold empty tensors
     gathered   the first stage of each weight sends it to all; afterwards each keeps its own
-    saving     weights are gathered, optimizer states go to the first rank
-    end        weights are whole on every rank, and optimizer states on the first
+    saving     weights and optimizer states are gathered
+    end        both are whole on every rank
 
 Weights that the head, other modules or arguments use are whole on every rank, as with "whole".
 """
 
 from __future__ import annotations
 
-import io
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_gnnpipe.comm import Transport
@@ -27,19 +26,19 @@ log = logging.getLogger(__name__)
 
 
 class StagedWeights:
-    """The weights of one run that only their stages hold; `optimizers` returns the present ones."""
+    """The weights of one run that only their stages hold: none until `begin`."""
 
-    def __init__(
-        self,
-        root: nn.Module,
-        transport: Transport,
-        optimizers: Callable[[], Sequence[Optimizer]],
-    ) -> None:
-        self.root = root
-        self._transport, self._optimizers = transport, optimizers
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.root: nn.Module | None = None  # of all weights
+        self._optimizers: Callable[[], Iterable[Optimizer]] = tuple
         self._stages: dict[nn.Parameter, tuple[int, ...]] = {}
         self._shapes: dict[nn.Parameter, torch.Size] = {}  # of those that are empty on some rank
         self._is_released = False
+
+    def begin(self, root: nn.Module, optimizers: Callable[[], Iterable[Optimizer]]) -> None:
+        """Keep the weights of `root` in stages from now on; `optimizers` returns the present."""
+        self.root, self._optimizers = root, optimizers
 
     def __contains__(self, parameter: object) -> bool:
         return parameter in self._stages
@@ -90,50 +89,48 @@ class StagedWeights:
 
     def clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Scale gradients so that their norm over all stages is at most `clip_val`; collective."""
-        params = [p for p in _params_of(optimizer) if p.grad is not None]
-        total = torch.zeros((), dtype=torch.float64)
-        for p in params:
-            if self._counts(p) and p.grad is not None:
-                total += torch.linalg.vector_norm(p.grad).double().cpu() ** 2
+        grads = {p: p.grad for p in _params_of(optimizer) if p.grad is not None}
+        norms = (torch.linalg.vector_norm(g).item() for p, g in grads.items() if self._counts(p))
+        total = torch.tensor(sum(norm**2 for norm in norms), dtype=torch.float64)
         with self._transport.meter.paused():
             self._transport.pipe.all_reduce(total, "control")
-        factor = min(clip_val / (float(total.sqrt()) + 1e-6), 1.0)
-        for p in params:
-            assert p.grad is not None
-            p.grad.mul_(factor)
+        factor = min(clip_val / (total.sqrt().item() + 1e-6), 1.0)
+        for grad in grads.values():
+            grad.mul_(factor)
 
     def whole_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the `state` of `optimizer` with all stages' states on the first rank; collective.
+        """Return the `state` of `optimizer` with the states of all stages; collective.
 
         States of other ranks are on the CPU.
         """
-        params = _params_of(optimizer)
-        own = {i: state["state"][i] for i, p in enumerate(params) if self._counts(p, state, i)}
-        buffer = io.BytesIO()
-        torch.save(own if self._transport.mesh.shard == 0 else {}, buffer)
-        merged = dict(state["state"])
-        for part in self._transport.gather_objects(buffer.getvalue())[1:]:
-            merged |= torch.load(io.BytesIO(part), map_location="cpu", weights_only=False)
-        return {**state, "state": merged}
+        if not self._stages:
+            return state
+        held = state["state"]
+        sent: dict[int, dict[str, Any]] = {}
+        for i, p in enumerate(_params_of(optimizer)):
+            if self._counts(p) and self._transport.mesh.shard == 0 and i in held:
+                values = held[i].items()
+                sent[i] = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in values}
+        for part in self._transport.all_gather_objects(sent):
+            held = part | held
+        return {**state, "state": held}
 
     def drop_states(self) -> None:
         """Drop optimizer states of weights that this rank does not hold."""
-        for parameter in [p for p in self._stages if self._is_released and not self.holds(p)]:
+        for parameter in self._absent:
             for optimizer in self._optimizers():
                 optimizer.state.pop(parameter, None)
 
     def make_whole(self) -> None:
-        """Give all ranks whole weights, and the first the optimizer states; collective."""
+        """Give all ranks whole weights and optimizer states; collective."""
         if self._is_released:
             for optimizer in self._optimizers():
-                state = self.whole_state(optimizer, optimizer.state_dict())
-                if self._transport.mesh.rank == self._transport.mesh.rank_of(0, 0):
-                    optimizer.load_state_dict(state)
+                optimizer.load_state_dict(self.whole_state(optimizer, optimizer.state_dict()))
             self._gather()
 
     def lose(self) -> None:
         """Fill weights of other stages with NaN: their ranks are gone."""
-        lost = [p for p in self._stages if self._is_released and not self.holds(p)]
+        lost = self._absent
         for parameter in lost:
             parameter.data = parameter.data.new_full(self._shapes[parameter], torch.nan)
         self._is_released = False
@@ -144,40 +141,32 @@ class StagedWeights:
                 len(lost),
             )
 
+    @property
+    def _absent(self) -> list[nn.Parameter]:
+        """The weights that are empty on this rank now."""
+        return [p for p in self._stages if self._is_released and not self.holds(p)]
+
     def _gather(self) -> None:
         if not self._is_released:
             return
-        transport, mesh = self._transport, self._transport.mesh
-        transport.meet("gather the weights of all stages")
-        groups: dict[tuple[int, torch.dtype], list[nn.Parameter]] = {}
+        self._transport.meet("gather the weights of all stages")
+        for parameter in self._absent:
+            parameter.data = parameter.data.new_empty(self._shapes[parameter])
+        tensors: dict[int, list[Tensor]] = {}
         for parameter, stages in self._stages.items():
-            groups.setdefault((stages[0], parameter.dtype), []).append(parameter)
-        for (stage, _), several in groups.items():
-            if mesh.stage == stage:
-                flat = torch.cat([p.detach().flatten() for p in several])
-            else:
-                size = sum(self._shapes[p].numel() for p in several)
-                flat = several[0].new_empty(size, requires_grad=False)
-            with transport.meter.paused():
-                transport.pipe.broadcast(flat, mesh.rank_of(stage), "control")
-            parts = torch.split(flat, [self._shapes[p].numel() for p in several])
-            for parameter, part in zip(several, parts, strict=True):
-                if not self.holds(parameter):
-                    parameter.data = part.view(self._shapes[parameter])
+            tensors.setdefault(stages[0], []).append(parameter.data)
+        self._transport.share_of_stages(tensors)
         self._is_released = False
 
     def _release(self) -> None:
-        for parameter in (p for p in self._stages if not self.holds(p)):
-            parameter.data, parameter.grad = parameter.data.new_empty(0), None
         self._is_released = bool(self._stages)
+        for parameter in self._absent:
+            parameter.data, parameter.grad = parameter.data.new_empty(0), None
         self.drop_states()
 
-    def _counts(
-        self, parameter: nn.Parameter, state: Mapping[str, Any] | None = None, index: int = 0
-    ) -> bool:
-        """Whether this stage is the first to hold the weight, and has a `state` of it."""
-        is_first = self._transport.mesh.stage == self._stages.get(parameter, (0,))[0]
-        return is_first and (state is None or index in state["state"])
+    def _counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this stage is the first to hold the weight."""
+        return self._transport.mesh.stage == self._stages.get(parameter, (0,))[0]
 
 
 def _params_of(optimizer: Optimizer) -> list[nn.Parameter]:

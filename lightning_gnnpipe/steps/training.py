@@ -101,7 +101,7 @@ class TrainingPass:
                 stack.enter_context(intercept(self._model.intercepted, self._spec.context))
                 stack.enter_context(own_random_stream(self._spec.transport.world.device))
             self._sums.begin()
-            self._step.backward(grads)
+            self._step.backward(grads, self._sums.expect_later)
         for name, grad in self._spec.inputs.weight_grads().items():
             torch.autograd.backward([self._model.module.get_parameter(name)], [grad])  # runs hooks
         self._sums.finish()

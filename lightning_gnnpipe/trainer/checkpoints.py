@@ -64,7 +64,7 @@ class Checkpoints:
             self._resumed = self._read_run(found, path)
             return found
 
-        found = self._processes.together(read)
+        found = self._processes.everyone.together(read)
         has_histories = self._resumed is not None and bool(self._resumed[0].stages)
         # All ranks have them or none uses them, so that all run the same steps.
         has_histories = self._processes.vote(has_histories, needs_all=True)
@@ -161,7 +161,7 @@ class Checkpoints:
                 finish_histories(path, ident)
             write(filepath)
 
-        processes.together(lambda: finish() if is_first else None)
+        processes.everyone.together(lambda: finish() if is_first else None)
         if path is not None and ident is not None:
             with suppress(OSError):  # on a common file system rank 0 has done it already
                 finish_histories(path, ident)
@@ -195,7 +195,7 @@ class Checkpoints:
             for stage, saved in self._host.engine.stage_states().items():
                 write_histories(folder, stage, saved)
 
-        self._processes.together(write)
+        self._processes.everyone.together(write)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.callbacks import ModelSummary, TQDMProgressBar
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.prune import is_pruned
 from torch.optim import Optimizer
 
@@ -88,27 +88,13 @@ class EngineHost:
     @property
     def is_staged(self) -> bool:
         """Whether stages hold their own weights alone in this run."""
-        return self._staged is not None
+        return self._engine is not None and self._engine.model.staged.root is not None
 
     @property
-    def _staged(self) -> StagedWeights | None:
-        return None if self._engine is None else self._engine.model.staged
-
-    def gathered(self) -> AbstractContextManager[None]:
-        """Have whole weights on every rank within the block."""
+    def staged(self) -> StagedWeights | None:
+        """The weights of stages while all ranks run; None after an error, and outside of a run."""
         is_alone = self._engine is None or self._processes.is_interrupted
-        return nullcontext() if is_alone else self.engine.model.gathered()
-
-    def whole_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the `state` of `optimizer`, whole on the first rank."""
-        if self._staged is None or self._processes.is_interrupted:
-            return state
-        return self._staged.whole_state(optimizer, state)
-
-    def drop_foreign_states(self) -> None:
-        """Drop optimizer states of weights that this rank does not hold."""
-        if self._staged is not None:
-            self._staged.drop_states()
+        return None if is_alone else self.engine.model.staged
 
     def attach(self, trainer: pl.Trainer, resumed: ResumedRun | None) -> None:
         """Make the engine of one run."""
@@ -142,10 +128,9 @@ class EngineHost:
         self._engine = engine
         self._processes.signals.begin_run()
         if options.weights == "staged" and is_fitting and transport.mesh.num_stages > 1:
-            check_averages(trainer, module)
             optimizers = partial(getattr, self._strategy, "optimizers")
-            staged = engine.model.staged = StagedWeights(module, transport, optimizers)
-            clip = {"clip_grad_by_norm": staged.clip_by_norm}
+            engine.model.staged.begin(module, optimizers)
+            clip = {"clip_grad_by_norm": engine.model.staged.clip_by_norm}
             self._patched.enter_context(replace_attributes(self._strategy.precision_plugin, clip))
         engine.attach()
         if resumed is not None:
@@ -172,8 +157,8 @@ class EngineHost:
             engine.detach()
             if engine.options.is_fitting:
                 self.last_run = engine.run_state().without_histories()
-            if (staged := engine.model.staged) is not None:
-                staged.lose() if is_interrupted else staged.make_whole()
+            staged = engine.model.staged
+            staged.lose() if is_interrupted else staged.make_whole()
         finally:
             self._patched.close()
         if not is_interrupted:
@@ -287,32 +272,31 @@ def _print_stages(
         trainer.print(text)
 
 
-_WHOLE = "Use GNNPipeStrategy(weights='whole'), the default."
-
-
-def check_optimizers(optimizers: Iterable[Optimizer], *, is_staged: bool) -> None:
-    """Refuse optimizers that evaluate the loss several times per step, or may need all weights."""
+def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimizers that evaluate the loss several times per step."""
     for optimizer in optimizers:
-        kind = type(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
-            refuse_evaluations(kind.__name__)
-        names = [base.__module__ for base in kind.__mro__ if base not in (Optimizer, object)]
-        if is_staged and not any(name.startswith("torch.optim.") for name in names):
-            _refuse(
-                "an optimizer of torch.optim, which updates each weight alone, with "
-                "weights='staged'",
-                f"{kind.__name__}, which may need all weights of a step",
-                _WHOLE,
-            )
+            refuse_evaluations(type(optimizer).__name__)
 
 
-def check_averages(trainer: pl.Trainer, module: nn.Module) -> None:
-    """Refuse callbacks that read all weights in each step, where stages hold their own alone."""
+def check_staged(trainer: pl.Trainer, optimizers: Iterable[Optimizer], plugin: Precision) -> None:
+    """Refuse what needs all weights or gradients, where stages hold their own alone."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     found = [type(one).__name__ for one in callbacks if isinstance(one, _compat.READERS)]
-    found += ["torch.nn.utils.prune"] if is_pruned(module) else []
+    found += ["torch.nn.utils.prune"] if is_pruned(trainer.lightning_module) else []
+    for kind in map(type, optimizers):
+        names = [base.__module__ for base in kind.__mro__ if base not in (Optimizer, object)]
+        if not any(name.startswith("torch.optim.") for name in names):
+            found.append(f"{kind.__name__}, which may need all weights of a step")
+    if getattr(plugin, "scaler", None) is not None:
+        found.append('precision="16-mixed", whose overflows all stages must see')
     if found:
-        _refuse("callbacks that read no weights, with weights='staged'", found[0], _WHOLE)
+        _refuse(
+            "callbacks that read no weights, an optimizer of torch.optim and no loss scaling, with "
+            "weights='staged'",
+            found[0],
+            "Use GNNPipeStrategy(weights='whole'), the default.",
+        )
 
 
 def refuse_evaluations(name: str) -> NoReturn:
@@ -324,17 +308,8 @@ def refuse_evaluations(name: str) -> NoReturn:
     )
 
 
-def check_scaling(plugin: Precision, is_async: bool, is_staged: bool) -> None:
-    """Refuse loss scaling with async shards: the last step's gradients had another scale.
-
-    And with weights in stages, which would each find their own overflows.
-    """
-    if is_staged and getattr(plugin, "scaler", None) is not None:
-        _refuse(
-            "weights='staged' without loss scaling",
-            'precision="16-mixed", whose overflows all stages must see',
-            "Use precision=\"bf16-mixed\", or GNNPipeStrategy(weights='whole').",
-        )
+def check_scaling(plugin: Precision, is_async: bool) -> None:
+    """Refuse loss scaling with async shards: the last step's gradients had another scale."""
     if is_async and getattr(plugin, "scaler", None) is not None:
         _refuse(
             "async_halo=True without loss scaling",

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -219,22 +219,6 @@ class Processes:
     @property
     def _meets_peers(self) -> bool:
         return self.has_peers and not self.is_interrupted
-
-    def together(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank and return its result; if one fails, all do."""
-        error: Exception | None = None
-        try:
-            result = work()
-        except Exception as found:
-            error = found
-        if self.has_peers:
-            texts = self.everyone.all_gather_objects(cause_of(error))
-            failed = [(rank, text) for rank, text in enumerate(texts) if text is not None]
-            if error is None and failed:
-                raise PeerError(f"Rank {failed[0][0]} failed: {failed[0][1]}")
-        if error is not None:
-            raise error
-        return result
 
     def fail(self, exception: BaseException) -> None:
         """Say why this rank ends, tell the remaining ranks, and end the processes it started."""

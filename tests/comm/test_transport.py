@@ -126,9 +126,7 @@ def test_two_ranks(work: Work, tmp_path: Path) -> None:
 
 
 def hold_all_groups(transport: Transport) -> None:
-    mesh = transport.mesh
-    used = [transport.members, transport.pipe.members, mesh.shards, transport.asked.members]
-    assert {one.group for one in used} <= {*mesh.groups, None}
+    assert {one.group for one in transport.axes} <= {*transport.axes.groups, None}
     assert transport.pipe.members.group not in (None, transport.members.group)
 
 

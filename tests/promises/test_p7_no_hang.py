@@ -114,7 +114,7 @@ Step._receive = failing_in_phase("receive", Step._receive)
 checkpoints.write_histories = failing("save", checkpoints.write_histories)
 Transport.exchange = failing("exchange", Transport.exchange)
 Transport.sum_over_shards = failing("average", Transport.sum_over_shards)
-transport.make_mesh = failing("mesh", transport.make_mesh)
+transport.make_axes = failing("mesh", transport.make_axes)
 
 
 class Fails:

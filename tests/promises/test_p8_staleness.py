@@ -68,8 +68,10 @@ def run(
     return steps
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_p8_stale_reads_are_of_chunks_that_come_later(num_stages: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_stages", "weights"), [(1, "whole"), (2, "staged")])
+def test_p8_stale_reads_are_of_chunks_that_come_later(
+    num_stages: int, weights: str, tmp_path: Path
+) -> None:
     """Embeddings of validation have not drifted: without dropout the next step writes the same."""
     chunks = plan_from_assignment(graph().edge_index, N, ASSIGNMENT).chunks
     sources = {chunk.index: chunk.halo_chunks for chunk in chunks}
@@ -77,7 +79,7 @@ def test_p8_stale_reads_are_of_chunks_that_come_later(num_stages: int, tmp_path:
     num_rows = sum(sum(each.values()) for each in counts)
     seen = set()
     callbacks = StalenessWarmup(num_epochs=2), EmbeddingRefresh(1)
-    steps = run(tmp_path, *callbacks, num_stages=num_stages)
+    steps = run(tmp_path, *callbacks, num_stages=num_stages, weights=weights)
     for epoch, step in enumerate(steps):
         order = order_of_step(K, epoch, SEED)
         later = {(reader, source) for i, reader in enumerate(order) for source in order[i:]}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import TestCase
 
 import lightning as L
 import pytest
@@ -17,13 +19,19 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
+from torch_geometric.loader import DataLoader as GraphLoader
 
+from lightning_gnnpipe import EmbeddingRefresh
+from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.steps import StagedWeights
 from lightning_gnnpipe.trainer import engine_host
+from tests.comm.test_transport import run
 from tests.helpers import tied
 from tests.helpers.graphs import NUM_FEATURES, communities
 from tests.helpers.tied import Net, TiedModule
@@ -75,7 +83,8 @@ def fit(
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
     piped = {"num_chunks": 3, "pipelined_module": "net", "balance": "uniform", **(strategy or {})}
-    num_ranks = num_stages * piped.get("graph_parallel", 1)
+    num_replicas = piped.get("data_parallel", 1)
+    num_ranks = num_stages * num_replicas * piped.get("graph_parallel", 1)
     saver = ModelCheckpoint(folder, filename="{epoch}", every_n_epochs=1, save_top_k=-1)
     options = {"max_epochs": EPOCHS, "gradient_clip_val": 0.1, **options}
     trainer = quiet_trainer(
@@ -86,7 +95,9 @@ def fit(
         num_sanity_val_steps=0,
         **options,
     )
-    loader = DataLoader([communities(3).data], batch_size=None)
+    data = communities(3).data
+    graphs = [data.clone().update({"x": data.x * (1 + one)}) for one in range(num_replicas)]
+    loader = (GraphLoader if num_replicas > 1 else partial(DataLoader, batch_size=None))(graphs)
     module = (module or Module(folder)).double()
     trainer.fit(module, loader, loader, ckpt_path=resume)
     after = {name: p.detach() for name, p in module.named_parameters()}
@@ -106,6 +117,7 @@ def assert_equal_weights(staged: list[Any], whole: list[Any]) -> None:
         (2, {"accumulate_grad_batches": 2}),
         (3, {"gradient_clip_algorithm": "value"}),
         (2, {"strategy": {"graph_parallel": 2, "repeat_encoder": True}}),
+        (2, {"strategy": {"data_parallel": 2}}),
     ],
 )
 def test_p1_staged_weights_train_as_whole_ones(
@@ -206,6 +218,22 @@ def test_p7_a_failing_rank_ends_all_and_no_partial_checkpoint_is_saved(tmp_path:
     assert not (tmp_path / "failed.ckpt").exists()
 
 
+def lose(transport: Transport) -> None:
+    own, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    staged, stage = StagedWeights(transport), transport.mesh.stage
+    with staged.gathered():
+        staged.assign({own: {stage}, other: {1 - stage}})
+    assert other.numel() == 0
+    with TestCase().assertLogs("lightning_gnnpipe", "ERROR") as logged:
+        staged.lose()
+    assert "1 weights of other stages are lost" in logged.output[0]
+    assert other.shape == (3,) and other.isnan().all() and own.tolist() == [1.0, 1.0]
+
+
+def test_after_an_error_weights_of_other_stages_are_no_numbers(tmp_path: Path) -> None:
+    run(lose, tmp_path)
+
+
 class Lion(torch.optim.Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -216,19 +244,23 @@ class WithLion(Module):
         return Lion(self.parameters())
 
 
+SCALED = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+
+
 @pytest.mark.parametrize(
-    ("kind", "callbacks", "text"),
+    ("kind", "options", "text"),
     [
-        (Module, (StochasticWeightAveraging(0.1),), "got StochasticWeightAveraging"),
-        (Module, (ModelPruning("l1_unstructured", amount=0.5),), "got ModelPruning"),
-        (WithLion, (), "got Lion, which may need all weights"),
+        (Module, {"callbacks": (StochasticWeightAveraging(0.1),)}, "got StochasticWeightAveraging"),
+        (Module, {"callbacks": (ModelPruning("l1_unstructured", amount=0.5),)}, "got ModelPruning"),
+        (WithLion, {}, "got Lion, which may need all weights"),
+        (Module, {"plugins": [SCALED]}, 'got precision="16-mixed"'),
     ],
 )
 def test_what_needs_all_weights_is_refused(
-    kind: type[Module], callbacks: tuple[L.Callback, ...], text: str, tmp_path: Path
+    kind: type[Module], options: dict[str, Any], text: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ProcessRaisedException, match=f"(?s){text}.*weights='whole'"):
-        fit(tmp_path, module=kind(tmp_path), callbacks=callbacks)
+        fit(tmp_path, module=kind(tmp_path), **options)
 
 
 def test_the_start_tells_what_each_sends_and_warns_of_large_gradients(
@@ -275,13 +307,16 @@ class Books(L.LightningModule):
         return torch.optim.Adam(self.parameters(), 1e-2)
 
 
-@pytest.mark.parametrize("weights", ["whole", "staged"])
-def test_attributes_that_differ_between_ranks_are_traced_by_all(weights: str) -> None:
+@pytest.mark.parametrize(("weights", "refreshes"), [("whole", True), ("staged", False)])
+def test_attributes_that_differ_between_ranks_are_traced_by_all(
+    weights: str, refreshes: bool
+) -> None:
     found = []
-    for num_ranks, piped in ((1, None), (2, {"num_chunks": 1, "weights": weights})):
+    callbacks = [EmbeddingRefresh(1)] if refreshes else []
+    for num_ranks in (1, 2):
         module = Books().double()
-        data = communities(3).data
-        trainer = quiet_trainer(num_ranks, piped, max_epochs=EPOCHS)
-        trainer.fit(module, DataLoader([data], batch_size=None))
+        piped = {"num_chunks": 1 + refreshes, "weights": weights}
+        trainer = quiet_trainer(num_ranks, piped, max_epochs=EPOCHS, callbacks=callbacks)
+        trainer.fit(module, DataLoader([communities(3).data], batch_size=None))
         found.append(module.state_dict())
     torch.testing.assert_close(*found, rtol=0, atol=1e-10)
