@@ -75,19 +75,12 @@ def test_axes_and_titles_have_names_units_and_the_bubble_share() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
-def test_the_chosen_epoch_is_drawn(num_stages: int, tmp_path: Path) -> None:
+def test_the_chosen_epoch_or_the_last_is_drawn(num_stages: int, tmp_path: Path) -> None:
     folder = tmp_path / "new"
-    fit(num_stages, *(TimelineCallback(epoch, folder) for epoch in (0, 1)))
+    fit(num_stages, *(TimelineCallback(epoch, folder) for epoch in (0, 1, None)))
     files = sorted(path.name for path in folder.iterdir())
-    assert files == ["timeline_epoch_0.png", "timeline_epoch_1.png"]
+    assert files == [f"timeline_epoch_{epoch}.png" for epoch in range(3)]
     assert image.imread(folder / "timeline_epoch_1.png").shape[1] >= 1200
-
-
-def test_the_last_epoch_is_drawn_by_default(tmp_path: Path) -> None:
-    callback = TimelineCallback()
-    fit(1, callback, default_root_dir=tmp_path)
-    assert callback.png_path == tmp_path / "timeline_epoch_2.png"
-    assert callback.png_path.is_file()
 
 
 def test_profilers_show_every_chunk_by_name(tmp_path: Path) -> None:
