@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch_geometric.nn as gnn
@@ -19,7 +19,7 @@ from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.errors import GraphError, UnsupportedError
 from lightning_gnnpipe.layers import check_support
 from lightning_gnnpipe.staleness import StalenessMethod
-from tests.helpers import trainers
+from tests.helpers.alike import Fits, assert_alike, net_of
 from tests.helpers.engines import one_process_engine
 from tests.helpers.reference import StaleOracle
 from tests.passing.test_convs import assert_same, assert_step, move, next_order
@@ -134,33 +134,33 @@ class OfTypes(nn.Module):
         return torch.cat([out["a"], out["b"]], -1)
 
 
-class GivenData(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Signed()
+def given_dicts(kind: Any) -> nn.Module:
+    def forward(net: Any, x_dict: Batch, edge_index_dict: dict[Any, Tensor]) -> Tensor:
+        return net.net(x_dict["a"], *edge_index_dict.values())
 
-    def forward(self, data: Data) -> Tensor:
-        return self.net(data.x, data.pos_edge_index, data.neg_edge_index)
+    return net_of(nn.Module, forward, net=lambda: Dicts(kind))()
 
 
-class GivenDicts(nn.Module):
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self.net = Dicts(kind)
-
-    def forward(self, x_dict: Batch, edge_index_dict: dict[Any, Tensor]) -> Tensor:
-        return self.net(x_dict["a"], *edge_index_dict.values())
+GivenData = net_of(
+    nn.Module,
+    lambda self, data: self.net(data.x, data.pos_edge_index, data.neg_edge_index),
+    net=Signed,
+)
+MADE: dict[str, Callable[[Any], Any]] = {
+    "data": lambda batch: Data(**batch),
+    "x_dict": lambda batch: {"a": batch["x"]},
+    "edge_index_dict": lambda batch: {key: batch[f"{key[1]}_edge_index"] for key in RELATIONS},
+}
 
 
 def arguments(net: nn.Module, batch: Any) -> dict[str, Any]:
     """Return what `net` is called with."""
-    if isinstance(net, GivenData):
-        return {"data": Data(**batch)}
-    if isinstance(net, GivenDicts):
-        both = {key: batch[f"{key[1]}_edge_index"] for key in RELATIONS}
-        return {"x_dict": {"a": batch["x"]}, "edge_index_dict": both}
     _, *names = inspect.signature(type(net).forward).parameters
-    return {name: batch[name] for name in names}
+    return {name: MADE[name](batch) if name in MADE else batch[name] for name in names}
+
+
+def call(net: nn.Module, batch: Any) -> Tensor:
+    return net(**arguments(net, batch))
 
 
 @pytest.mark.some_cases(2)
@@ -170,7 +170,7 @@ def arguments(net: nn.Module, batch: Any) -> dict[str, Any]:
 )
 @pytest.mark.parametrize(
     "make",
-    [Weighted, GivenData, OfTypes, *(lambda k=kind: GivenDicts(k) for kind in DICTS)],
+    [Weighted, GivenData, OfTypes, *(partial(given_dicts, kind) for kind in DICTS)],
 )
 def test_p1_several_edge_sets_train_as_in_pyg(
     make: Any, partition: Tensor, recompute: bool, num_neg: int
@@ -221,64 +221,26 @@ def test_half_precision_in_histories_and_by_autocast(kind: Any) -> None:
         found.float().sum().backward()
 
 
-class Module(L.LightningModule):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def training_step(self, data: Data, batch_idx: int) -> Tensor:
-        out = self.net(**arguments(self.net, data))
-        return (out - torch.sin(torch.arange(out.numel())).view_as(out)).square().mean()
-
-    def validation_step(self, data: Data, batch_idx: int) -> None:
-        self.log("val_loss", self.training_step(data, batch_idx))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def fit(trainer: L.Trainer, net: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the weights and the loss in validation, which comes first, in inference mode."""
-    module = Module(net)
-    trainer.fit(module, datamodule=FullGraphDataModule(Data(**batch)))
-    return trainers.weights(module), trainer.callback_metrics["val_loss"]
-
-
 @pytest.mark.parametrize("make", [Weighted, OfTypes])
-def test_p1_several_edge_sets_on_two_stages(make: Any, tmp_path: Path) -> None:
-    batch, found = make_batch(), []
-    for num_stages in (0, 2):
-        torch.manual_seed(1)
-        trainer = trainers.make_trainer(num_stages, 3, default_root_dir=tmp_path)
-        found.append(fit(trainer, make(), batch))
-    assert_same(*found)
+def test_p1_several_edge_sets_on_two_stages(make: Any) -> None:
+    assert_alike(make, call, Data(**make_batch()), num_stages=2)
 
 
 @pytest.mark.parametrize("make", [Weighted, lambda: Dicts(gnn.HANConv)])
 def test_a_forecast_of_several_edge_sets(make: Any) -> None:
     data = FullGraphDataModule(Data(**make_batch()))
-    plan = GNNPipeStrategy(num_chunks=4).plan(Module(make()), data, num_stages=2)
+    plan = GNNPipeStrategy(num_chunks=4).plan(Fits(make(), call), data, num_stages=2)
     assert plan.num_edges == sum(plan.chunk_edges) == 61 + 44
 
 
-class Anonymous(nn.Module):
-    """Its arguments do not tell what is what."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = gnn.GCNConv(D, D)
-
-    def forward(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        return self.conv(x, first) + self.conv(x, second)
-
-
-class Unclear(Anonymous):
-    """Its weight could be of either edge set."""
-
-    def forward(
-        self, x: Tensor, pos_edge_index: Tensor, neg_edge_index: Tensor, edge_weight: Tensor
-    ) -> Tensor:
-        return self.conv(x, pos_edge_index, edge_weight) + self.conv(x, neg_edge_index)
+conv = partial(net_of, nn.Module, conv=lambda: gnn.GCNConv(D, D))
+# Its arguments do not tell what is what; its weight could be of either edge set.
+Anonymous = conv(lambda net, x, first, second: net.conv(x, first) + net.conv(x, second))
+Unclear = conv(
+    lambda net, x, pos_edge_index, neg_edge_index, edge_weight: (
+        net.conv(x, pos_edge_index, edge_weight) + net.conv(x, neg_edge_index)
+    )
+)
 
 
 class Crossed(Weighted):
@@ -297,12 +259,7 @@ class CountsNodes(gnn.MessagePassing):
         return self.propagate(pos, x=x) - self.propagate(neg, x=x)
 
 
-class Counting(Signed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList([CountsNodes()])
-
-
+Counting = net_of(Signed, Signed.forward, convs=lambda: nn.ModuleList([CountsNodes()]))
 POS, NEG = "pos_edge_index", "neg_edge_index"
 BOTH = {POS: POS, NEG: NEG}
 
