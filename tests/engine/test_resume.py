@@ -69,6 +69,15 @@ def test_rows_and_snapshots_follow_their_nodes(assignment: list[int]) -> None:
     assert halo.flatten().tolist() == second.graph.plan.perm[chunk.halo].tolist()
 
 
+def test_a_stage_takes_its_own_layers_alone() -> None:
+    first = planned([0, 0, 0, 1, 1, 1])
+    for key in (H, OTHER):
+        push(first, key, torch.ones(6, 1))
+    second = planned([0, 0, 0, 1, 1, 1])
+    load_ranks(second, [save_rank(first)], {5})
+    assert list(second.store) == [OTHER]
+
+
 def test_a_history_is_kept_as_this_run_keeps_it() -> None:
     first = planned([0, 0, 0, 1, 1, 1])
     push(first, H, torch.ones(6, 1))

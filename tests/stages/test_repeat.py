@@ -17,8 +17,10 @@ from lightning_gnnpipe.stages import (
     Layers,
     choose_repeated,
     cut_module,
+    find_users,
+    split_layers,
 )
-from tests.helpers.encoders import Encoded
+from tests.helpers.encoders import ENCODED_NETS, Encoded, Two
 from tests.helpers.graphs import communities
 
 CASE = communities(3)
@@ -27,6 +29,25 @@ CASE = communities(3)
 def layers_of(module: nn.Module, x: Tensor = CASE.data.x) -> Layers:
     call = flatten_call(module.double(), (x, CASE.data.edge_index), {})
     return cut_module(module, call, classify(call), find_layers(module).all)
+
+
+class Skips(Encoded):
+    """Only the last layer reads the encoder."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        h, x_0 = self.encode(x)
+        for conv in self.convs:
+            h = self.act(conv(h, h, edge_index))
+        return self.lin_out(h + x_0)
+
+
+def test_what_is_repeated_is_handed_on_by_no_layer() -> None:
+    module = Skips()
+    layers = layers_of(module)
+    stages = split_layers(layers, (1, 1, 1, 1), list(layers.repeatable))
+    assert [len(stage.repeated) for stage in stages] == [0, 0, 0, 1]
+    users = find_users(stages, module)
+    assert users["lin_in.weight"] == users["lin_in.bias"] == {0, 3}
 
 
 def test_auto_takes_what_spares_bytes_and_is_cheap() -> None:
@@ -43,6 +64,15 @@ def test_auto_takes_what_spares_bytes_and_is_cheap() -> None:
     # 128 weights for each of 48 bytes
     assert [chosen("auto", 10**6, wide=wide) for wide in (1023, 1024)] == [True, False]
     assert chosen(True, 10**6, wide=1024)
+
+
+def test_a_weight_counts_for_the_first_value_that_uses_it_and_if_it_is_trained() -> None:
+    layers = layers_of(Two())
+    x_0, y_0, z_0 = layers.repeatable
+    # y_0 adds 42 weights to the 36 of x_0; z_0 has 36 of its own
+    assert choose_repeated(layers, "auto", lambda *_: 8, 1) == (x_0, y_0, z_0)
+    assert choose_repeated(layers, "auto", lambda *_: 7, 1) == (x_0, z_0)
+    assert choose_repeated(layers_of(ENCODED_NETS["frozen"](0.0)), "auto", lambda *_: 1, 8)
 
 
 class Odd(nn.Module):
