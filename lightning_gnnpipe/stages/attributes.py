@@ -89,6 +89,8 @@ class Guard:
             for name, value in vars(one).items():
                 if name in _OF_TORCH or (place == 1 and name[0] == "_") or name == RUNNING_HOOK:
                     continue
+                if place and value is None:  # a layer may put a result there
+                    continue
                 is_read = isinstance(value, _HOLDERS) or (not place and isinstance(value, Tensor))
                 if is_read or type(value) in _KINDS or isinstance(value, np.generic):
                     is_p = name == "p" and "Dropout" in type(one).__name__

@@ -16,6 +16,7 @@ from torch.autograd import grad
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import tensors_in
 from lightning_gnnpipe.steps.gradient_sums import _flatten
+from tests.helpers.alike import net_of
 from tests.helpers.engines import one_process_engine
 
 N, D = 23, 6
@@ -161,9 +162,16 @@ def test_what_cannot_be_differentiated_is_refused(use: Any, message: str) -> Non
 
 def embedded() -> nn.Module:
     """Return layers on nodes by their numbers, some of which no edge and no loss reaches."""
-    convs = [(gnn.SAGEConv(D, D), "x, edge_index -> x") for _ in range(4)]
-    layers = [(nn.Embedding(N + 4, D, sparse=True), "number -> x"), *convs]
-    return gnn.Sequential("number, edge_index", layers)
+
+    def forward(net: Any, number: Tensor, edge_index: Tensor) -> Tensor:
+        x = net.table(number)
+        for conv in net.convs:
+            x = conv(x, edge_index)
+        return x
+
+    convs = nn.ModuleList(gnn.SAGEConv(D, D) for _ in range(4))
+    table = nn.Embedding(N + 4, D, sparse=True)
+    return net_of(nn.Module, forward, table=lambda: table, convs=lambda: convs)()
 
 
 @pytest.mark.parametrize("recompute", [False, True])
