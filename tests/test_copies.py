@@ -214,6 +214,21 @@ class Fast(Module):
         return F.cross_entropy(out, data.y)
 
 
+class Resting(Module):
+    """A layer has no gradient in the second epoch: with one of zeros its weights would decay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 3)
+
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        out = self.net(data.x, data.edge_index)
+        return F.cross_entropy(out if self.current_epoch == 1 else self.head(out), data.y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5, weight_decay=0.1)
+
+
 class Cast(Module):
     """Computes in another precision from the second epoch on."""
 
@@ -257,7 +272,7 @@ class Penalized(Module):
 
 
 AS_PLAIN: list[tuple[Make, int, int]] = [  # with so many stages and shards
-    *((kind, 2, 1) for kind in (Writes, Penalized, Swapped, Cast)),
+    *((kind, 2, 1) for kind in (Resting, Writes, Penalized, Swapped, Cast)),
     *((partial(kind, Rows), 1, 2) for kind in (Writes, Penalized)),
     (partial(Taught, True), 1, 1),
     (partial(Taught, False), 2, 1),
