@@ -79,17 +79,18 @@ def _of_the_batch(
 ) -> tuple[Tensor, Tensor] | None:
     """Return the chunk's part of `function` on the whole graph; None if inputs are computed."""
     at = context.at
-    known = at.known.get(key)
-    if known is not None and known[0] is edge_index and known[1] is weight:
-        part: tuple[Tensor, Tensor] = known[2]
-        return part
-    whole, name = context.whole_leaf(weight), context.leaf_name(weight)
-    if edge_index is not at.chunk.edge_index or (weight is not None and whole is None):
+    if edge_index is not at.chunk.edge_index:
         return None
-    full_key, edges = (key, at.edge_set, at.is_reverse, name), at.whole.edge_index
-    part = context.edges.part(full_key, whole, at.chunk, lambda: function(edges, whole))
-    at.known[key] = edge_index, weight, part
-    return part
+    if weight is not None:
+        key = key, context.leaf_name(weight)
+    part = at.parts.get(key)
+    if part is None or part.weight is not weight:
+        whole, edges = context.whole_leaf(weight), at.whole.edge_index
+        if weight is not None and whole is None:
+            return None
+        part = context.edges.part(at, key, weight, whole, lambda: function(edges, whole))
+        at.parts[key] = part
+    return part.edges, part.values
 
 
 def _local_norm(
@@ -253,5 +254,5 @@ def _local_loops(
     edges, attr = original(edge_index, edge_attr, fill_value, num_nodes)
     # PyG infers the number of nodes from the largest index: nodes beyond it get no loop.
     keep = torch.ones(edges.size(1), dtype=torch.bool, device=edges.device)
-    keep[edges.size(1) - num_nodes :] = context.at.are_numbered()
+    keep[edges.size(1) - num_nodes :] = context.at.are_numbered
     return edges[:, keep], None if attr is None else attr[keep]

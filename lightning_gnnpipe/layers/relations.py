@@ -17,7 +17,6 @@ from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import InLayer, MessageContext, Replacement
 
 Rows = dict[str, Tensor]
-_GROUP = 4
 
 
 RELATIONAL = (gnn.HANConv, gnn.HGTConv)
@@ -91,10 +90,10 @@ def check_order(
     keep the order of edges with one target. Any other group would be split, even on one chunk.
     """
     is_own = edge_index is context.at.chunk.edge_index and not context.at.is_reverse
-    if is_own and context.at.has_groups(_GROUP):
+    if is_own and context.at.has_groups_of_four:
         return
     raise UnsupportedError(
-        expected=f"the edges of layer '{name}', a {type(conv).__name__}, in groups of {_GROUP} "
+        expected=f"the edges of layer '{name}', a {type(conv).__name__}, in groups of 4 "
         "with the same target",
         found="groups with several targets" if is_own else "edges that the model changed",
         remedy="Sort 'edge_index' so that each node i, in row 1, has four consecutive columns "

@@ -252,13 +252,14 @@ class MessageContext(TapedContext):
             return None
         with self.along(own):
             at, leaf, name = self.at, self.whole_leaf(values), self.leaf_name(values)
-        adjacency = self.edges.adjacency(own, values, is_mean=rule.is_mean)
+        whole = at.owner(own, values)
         is_known = values is None or (leaf is not None and leaf.dim() == 1)
-        if adjacency is None and own is at.chunk.edge_index and is_known:
-            source, positions = (name, at.edge_set, at.is_reverse), at.whole.edge_index
-            adjacency = self.edges.batch_adjacency(source, positions, leaf, is_mean=rule.is_mean)
-        if adjacency is None:
+        if whole is None and own is at.chunk.edge_index and is_known:
+            source, positions = ("batch", name, at.edge_set, at.is_reverse), at.whole.edge_index
+            whole = self.edges.whole(source, leaf, lambda: (positions, leaf), is_sorted=True)
+        if whole is None:
             return None
+        adjacency = self.edges.adjacency(whole, is_mean=rule.is_mean)
         dtype = None if values is None else values.dtype
         shards = None if self.store is None else self.store.shards
         return BoundSum(rule, edges, weight, dtype, adjacency, at.chunk, self.store, shards, key)

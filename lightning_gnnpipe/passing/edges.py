@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,26 @@ WHOLE = -1  # place of the whole graph, or of the whole shard
 
 
 @dataclass(slots=True, eq=False)
+class WholeEdges:
+    """Edges of the graph, sorted by target, with values (None for ones) computed from `source`."""
+
+    source: Tensor | None
+    edges: Tensor
+    values: Tensor | None
+    pattern: Pattern | None
+    adjacencies: dict[bool, Adjacency] = field(default_factory=dict)  # by `is_mean`
+
+
+class Part(NamedTuple):
+    """A chunk's part of a function of the edges, which was called with `weight`."""
+
+    weight: Tensor | None
+    edges: Tensor  # `[2, E']` local indices
+    values: Tensor
+    of: WholeEdges
+
+
+@dataclass(eq=False)
 class LocalEdges:
     """A chunk with the edges of one set, in one direction.
 
@@ -30,7 +51,7 @@ class LocalEdges:
         is_reverse: Whether messages flow against the batch's edges.
         plan: The plan with these edges.
         whole: The whole graph (all shards) as one chunk with these edges.
-        known: Results of functions of the edges, by key: edges and weights given, and the result.
+        parts: The chunk's parts of functions of these edges, by function and options.
     """
 
     place: int
@@ -39,44 +60,31 @@ class LocalEdges:
     plan: ChunkPlan
     chunk: Chunk
     whole: Chunk
-    known: dict[Hashable, tuple[Tensor, Tensor | None, Any]] = field(default_factory=dict)
+    parts: dict[Hashable, Part] = field(default_factory=dict)
 
+    def owner(self, edges: Tensor, values: Tensor | None) -> WholeEdges | None:
+        """Return what `edges` and `values` are a part of; None for any other tensors."""
+        found = (one for one in self.parts.values() if one.edges is edges and one.values is values)
+        part = next(found, None)
+        return None if part is None else part.of
+
+    @cached_property
     def are_numbered(self) -> Tensor:
         """Whether PyG counts each of the chunk's nodes: up to the largest index of the edges."""
-        edges = self.chunk.edge_index
-        if "numbered" not in self.known:
-            nodes = self.plan.globe.perm[self.whole.edge_index]
-            count = int(nodes.max()) + 1 if nodes.numel() else 0
-            own = self.plan.perm[self.chunk.start : self.chunk.end]
-            self.known["numbered"] = edges, None, own < count
-        mask: Tensor = self.known["numbered"][2]
-        return mask
+        nodes = self.plan.globe.perm[self.whole.edge_index]
+        count = int(nodes.max()) + 1 if nodes.numel() else 0
+        return self.plan.perm[self.chunk.start : self.chunk.end] < count
 
-    def has_groups(self, size: int) -> bool:
-        """Whether every `size` user edges share a target and stay together in the plan."""
-        key = "groups", size
-        if key not in self.known:
-            target, edge = self.plan.whole.chunks[0].edge_index[1], self.plan.edge_perm
-            is_whole = edge.numel() % size == 0
-            if is_whole:
-                first = edge[::size].repeat_interleave(size)
-                place = torch.arange(edge.numel(), device=edge.device) % size
-                is_same = target == target[::size].repeat_interleave(size)
-                is_whole = bool(((edge == first + place) & (first % size == 0) & is_same).all())
-            self.known[key] = self.chunk.edge_index, None, is_whole
-        return bool(self.known[key][2])
-
-
-@dataclass(slots=True, eq=False)
-class WholeEdges:
-    """Edges of the graph, sorted by target, with values (None for ones) computed from `source`."""
-
-    source: Tensor | None
-    edges: Tensor
-    values: Tensor | None
-    pattern: Pattern | None
-    parts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by place
-    adjacencies: dict[bool, Adjacency] = field(default_factory=dict)  # by `is_mean`
+    @cached_property
+    def has_groups_of_four(self) -> bool:
+        """Whether every four user edges share a target and stay together in the plan."""
+        target, edge = self.plan.whole.chunks[0].edge_index[1], self.plan.edge_perm
+        if edge.numel() % 4:
+            return False
+        first = edge[::4].repeat_interleave(4)
+        place = torch.arange(edge.numel(), device=edge.device) % 4
+        is_same = target == target[::4].repeat_interleave(4)
+        return bool(((edge == first + place) & (first % 4 == 0) & is_same).all())
 
 
 class GraphEdges:
@@ -90,7 +98,6 @@ class GraphEdges:
         self._local: dict[tuple[int, int | None, bool], LocalEdges] = {}
         self.by_tensor: dict[int, LocalEdges] = {}  # by the id of their edges
         self._known: dict[Hashable, WholeEdges] = {}
-        self._owners: dict[int, tuple[WholeEdges, int]] = {}
         # Sparse matrices for layers, by the id of their edges: edges, source of the values, matrix.
         self.matrices: dict[int, tuple[Tensor, Tensor | None, Any]] = {}
         self.are_several = plan.num_edge_sets > 1
@@ -114,48 +121,34 @@ class GraphEdges:
         return self._local[key]
 
     def part(
-        self, key: Hashable, source: Tensor | None, chunk: Chunk, compute: Compute
-    ) -> tuple[Tensor, Tensor]:
-        """Return edges that end in `chunk`, `[2, E']` local indices, with one value each.
+        self,
+        at: LocalEdges,
+        key: Hashable,
+        weight: Tensor | None,
+        source: Tensor | None,
+        compute: Compute,
+    ) -> Part:
+        """Return a function of all edges, with one value each, for the edges that end in `at`.
 
         `key` identifies the function and its options. `compute` returns positions `[2, E'']` and
         values for the whole graph. It runs again if `source`, its edge weights, is a new tensor.
         """
-        known = self._get(key, source, compute, is_sorted=False)
-        place = WHOLE if chunk.is_whole else chunk.index
-        if place not in known.parts:
+        known = self.whole((key, at.edge_set, at.is_reverse), source, compute, is_sorted=False)
+        assert known.values is not None
+        cut, is_all = (known.edges, known.values), self._plan.num_rows == self._plan.num_nodes
+        if not (at.place == WHOLE and is_all):
             with torch.inference_mode(False), torch.no_grad():
-                is_all = place == WHOLE and self._plan.num_rows == self._plan.num_nodes
-                assert known.values is not None
-                whole = known.edges, known.values
-                known.parts[place] = whole if is_all else _cut(*whole, chunk)
-            self._owners[id(known.parts[place][0])] = known, place
-        return known.parts[place]
+                cut = _cut(*cut, at.chunk)
+        return Part(weight, *cut, known)
 
-    def adjacency(self, edges: Tensor, values: Tensor | None, *, is_mean: bool) -> Adjacency | None:
-        """Return the matrix for `edges` and `values` that `part` returned; None for any other."""
-        known, place = self._owners.get(id(edges), (None, 0))
-        part = (None, None) if known is None else known.parts[place]
-        is_known = part[0] is edges and part[1] is values
-        return self._matrix(known, is_mean) if known and is_known else None
-
-    def batch_adjacency(
-        self, key: Hashable, edges: Tensor, weight: Tensor | None, *, is_mean: bool
-    ) -> Adjacency:
-        """Return the matrix of the batch's edges and weights, sorted by target."""
-        known = self._get(("batch", key), weight, lambda: (edges, weight), is_sorted=True)
-        return self._matrix(known, is_mean)
-
-    def _get(
+    def whole(
         self, key: Hashable, source: Tensor | None, compute: Compute, *, is_sorted: bool
     ) -> WholeEdges:
+        """Return what `compute` returns for the whole graph; `is_sorted`: by target, as given."""
         known = self._known.get(key)
         if known is not None and known.source is source:
             return known
         pattern = known.pattern if known is not None and is_sorted else None
-        if known is not None:
-            for edges, _ in known.parts.values():
-                self._owners.pop(id(edges), None)
         with torch.inference_mode(False), torch.no_grad():
             edges, values = compute()
             if not is_sorted:
@@ -166,7 +159,8 @@ class GraphEdges:
         made = self._known[key] = WholeEdges(source, edges, values, pattern)
         return made
 
-    def _matrix(self, known: WholeEdges, is_mean: bool) -> Adjacency:
+    def adjacency(self, known: WholeEdges, *, is_mean: bool) -> Adjacency:
+        """Return the edges as a matrix; `is_mean` divides by the degrees of targets."""
         if is_mean not in known.adjacencies:
             if known.pattern is None:
                 owner = self._plan.chunk_of_row()

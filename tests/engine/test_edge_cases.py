@@ -11,6 +11,7 @@ import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
 from lightning_gnnpipe.engine import PipelineEngine
+from lightning_gnnpipe.passing import aggregate, edges
 from tests.engine.test_gradients import CHUNKS, WHOLE, Batch, D, make_batch
 from tests.helpers.engines import one_process_engine
 
@@ -83,6 +84,32 @@ def test_edge_weights_that_begin_to_need_gradients_are_exact_once() -> None:
         batch["edge_weight"].requires_grad_(number >= 2)
         torch.testing.assert_close(step(engine, number, batch), expected)
     assert batch["edge_weight"].grad is not None
+
+
+def test_weights_are_normalised_once_and_layers_bound_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New weights in an exact step; four layers there, and on each chunk in the next."""
+    made: list[type] = []
+    for kind in (edges.WholeEdges, aggregate.BoundSum):
+
+        def count(self: Any, *args: Any, init: Any = kind.__init__) -> None:
+            made.append(type(self))
+            init(self, *args)
+
+        monkeypatch.setattr(kind, "__init__", count)
+    calls = [f"x, edge_index, {name} -> x" for name in ("edge_weight", "edge_2") * 2]
+    layers = [(gnn.GCNConv(D, D), call) for call in calls]
+    net, batch = gnn.Sequential("x, edge_index, edge_weight, edge_2", layers), make_batch()
+    batch["edge_2"] = batch["edge_weight"] + 1
+    engine = one_process_engine(net, partition=CHUNKS)
+    for number in range(6):
+        if number == 3:
+            batch["edge_2"] = batch["edge_2"] + 1
+        made.clear()
+        torch.testing.assert_close(step(engine, number, batch), net(**batch).detach())
+        counts = made.count(edges.WholeEdges), made.count(aggregate.BoundSum)
+        num_chunks = int(CHUNKS.max()) + 1
+        expected = (1, 4), (0, 4 * num_chunks), (0, 0)
+        assert number == 0 or counts == expected[number % 3]  # before the first is the self-check
 
 
 @pytest.mark.some_cases(2)
