@@ -165,6 +165,14 @@ class Call:
         """Whether the call has a batch of graphs, with a batch vector."""
         return not self.is_one_graph and self.batch_vector is not None
 
+    def join(self, slots: Sequence[int]) -> Tensor:
+        """Return the edges of these leaves, concatenated, `[2, num_edges]`."""
+        edges = [self.leaves[slot] for slot in slots]
+        if len(edges) == 1:
+            return edges[0]
+        with torch.inference_mode(False):  # inference tensors do not count writes
+            return torch.cat(edges, dim=1)
+
     @property
     def signature(self) -> tuple[Any, ...]:
         """Cache key of the traced graph: names of tensors and values of options."""

@@ -49,7 +49,8 @@ class KnownKinds(dict[str, tuple[Kind, int]]):
         form = call.signature, call.num_nodes, tuple([(t.shape, t.dtype) for t in call.leaves])
         alike = self._forms.get(form)
         if alike is not None:
-            return replace(alike, edge_index=alike.join(call.leaves))
+            slots = [i for i, kind in enumerate(alike.kinds) if kind is Kind.EDGE_INDEX]
+            return replace(alike, edge_index=call.join(slots))
         inputs = classify(call, self)
         if inputs.graphs is None and Kind.NODE in inputs.kinds:  # or the batch was counted
             if len(self._forms) >= _MOST_FORMS:

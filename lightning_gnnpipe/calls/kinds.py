@@ -6,8 +6,7 @@ Rows of nodes and edges are cut by chunk. Other arguments are passed whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -132,15 +131,6 @@ class Inputs:
     edge_sets: tuple[int, ...]
     graphs: GraphBatch | None = None
 
-    def join(self, leaves: Sequence[Tensor]) -> Tensor:
-        """Return the edges of all sets, concatenated, `[2, num_edges]`."""
-        pairs = zip(self.kinds, leaves, strict=True)
-        edges = [leaf for kind, leaf in pairs if kind is Kind.EDGE_INDEX]
-        if len(edges) == 1:
-            return edges[0]
-        with torch.inference_mode(False):  # inference tensors do not count writes
-            return torch.cat(edges, dim=1)
-
     def num_rows(self, kind: Kind, edge_set: int) -> int:
         """Return the rows of a tensor of nodes, of graphs, or of edges of one set."""
         if kind is Kind.GRAPH and self.graphs is not None:
@@ -168,8 +158,8 @@ def classify_graph(call: Call) -> Inputs:
             kind = Kind.NODE
         kinds.append(kind)
         numbers.append(number)
-    inputs = Inputs(tuple(kinds), num_nodes, torch.empty(0), edges.sizes, tuple(numbers))
-    return replace(inputs, edge_index=inputs.join(call.leaves))
+    joined = call.join(edges.slots)
+    return Inputs(tuple(kinds), num_nodes, joined, edges.sizes, tuple(numbers))
 
 
 def check_node_types(call: Call) -> None:

@@ -9,13 +9,14 @@ from lightning_gnnpipe.chunks.costs import (
     synchronize,
 )
 from lightning_gnnpipe.chunks.inputs import BatchInputs, PassInputs, PlannedInputs
-from lightning_gnnpipe.chunks.segments import (
+from lightning_gnnpipe.chunks.step import (
+    PassSpec,
     SeedOf,
+    Step,
     make_seeds,
     own_random_stream,
     run_segments,
 )
-from lightning_gnnpipe.chunks.step import PassSpec, Step
 from lightning_gnnpipe.chunks.step_trace import (
     PipelineStats,
     RankRecord,

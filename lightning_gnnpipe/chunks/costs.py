@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
 from lightning_gnnpipe.chunks.inputs import BatchInputs, PassInputs, PlannedInputs
-from lightning_gnnpipe.chunks.segments import run_segments
+from lightning_gnnpipe.chunks.step import run_segments
 from lightning_gnnpipe.graph import BatchPlan, Chunk, ChunkPlan
 from lightning_gnnpipe.layers import NativeContext, find_layers, intercept
 from lightning_gnnpipe.passing import MessageContext

@@ -286,7 +286,7 @@ class PipelineEngine:
         is_exact = is_exact or (own.graph.plan.num_chunks == 1 and self._passes.sends_exactly)
         spec = self._passes.open_training(mode, own, is_exact=is_exact)
         running = TrainingPass(spec, own.store, self.model, is_exact=is_exact)
-        if not is_exact:
+        if not is_exact and self.model.intercepted.norms:
             self.statistics.note_pipelined(self.model.intercepted.norms)
         own.inputs.load(call, inputs, key.leaves)
         output = self._run(running, call, mode)
