@@ -127,7 +127,8 @@ class SharedStore(HistoryStore):
         """Return the scaled gradient of own rows from other chunks and ranks."""
         ghosts, like = self.ghosts(chunk), self._like[key]
         own = super().pull_grad(key, chunk, is_linear=is_linear)
-        owed = self.ghost_grad(key, chunk, ghosts, is_linear=is_linear)
+        grads = None if chunk.is_whole else self.grads(key)
+        owed = None if grads is None else grads.take(ghosts, is_linear=is_linear)
         if owed is not None:
             owed = owed.to(like.dtype)
         else:

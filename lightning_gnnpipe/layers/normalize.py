@@ -190,10 +190,8 @@ def _local_laplacian(
 
     key = ("get_laplacian", normalization, dtype)
     known = _of_the_batch(context, key, edge_index, edge_weight, compute)
-    is_whole = (
-        context.sees_all or edge_index is context.at.whole.edge_index
-    )  # for `_local_rescaled`
-    if known is None and not is_whole:
+    is_all = edge_index is context.at.whole.edge_index  # as `_local_rescaled` passes them
+    if known is None and not (is_all or context.sees_all):
         raise _refuse_laplacian()
     return known or get_laplacian(edge_index, edge_weight, normalization, dtype, num_nodes)
 

@@ -258,14 +258,6 @@ class HistoryStore:
             return taken
         return self._copies.bring(taken, chunk.halo.device)
 
-    def ghost_grad(
-        self, key: Hashable, chunk: Chunk, positions: Tensor, *, is_linear: bool
-    ) -> Tensor | None:
-        """Return the scaled gradient of ghosts in the chunk; None if none was added."""
-        if chunk.is_whole:
-            return None
-        return self._entries[key].grads.take(positions, is_linear=is_linear)
-
     def grads(self, key: Hashable) -> GradientBuffer:
         return self._entries[key].grads
 
