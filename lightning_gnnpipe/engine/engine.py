@@ -44,7 +44,7 @@ from lightning_gnnpipe.steps import (
     num_nodes,
 )
 from lightning_gnnpipe.steps.gradient_sums import share_gradients, without_gradients
-from lightning_gnnpipe.steps.step_context import Agreed, StepContext, agree, batch_number
+from lightning_gnnpipe.steps.step_context import Facts, StepContext, agree, batch_number
 from lightning_gnnpipe.steps.training import PassState, join
 
 
@@ -149,18 +149,17 @@ class PipelineEngine:
             key = self.identity.of(call, inputs, self._batch_number)
             key = key.at_call(self._state.num_awaiting if is_training else 0)
             number = key.graph
-        agreed = agree(
-            self.transport,
-            self._batch_number,
+        facts = Facts(
+            self._batch_number() if self.transport.world.is_distributed else 0,
             self._loss,
             number,
-            is_training=is_training,
-            is_uneven=self.step.is_uneven,
-            is_lost=self._is_lost,
-            input_number=0 if key is None else key.number,
-            num_bytes=self.graphs.num_bytes,
-            is_traced=self.model.has_changed(call, inputs),
+            self._is_lost,
+            0 if key is None else key.number,
+            self.graphs.num_bytes,
+            self.model.has_changed(call, inputs),
         )
+        is_uneven = self.step.is_uneven
+        agreed = agree(self.transport, facts, is_training=is_training, is_uneven=is_uneven)
         self.model.is_due = agreed.is_traced
         if agreed.is_lost:
             self._checks.loss_of_rows()
@@ -258,7 +257,7 @@ class PipelineEngine:
         self.statistics.stale = set(state.stale_norms)
         self.model.preferred = state.stage_layers
 
-    def _train(self, call: Call, inputs: Inputs, key: InputKey, agreed: Agreed) -> Any:
+    def _train(self, call: Call, inputs: Inputs, key: InputKey, agreed: Facts) -> Any:
         self._state.begin()
         known, number = self.graphs.inputs, self.num_training_passes
         is_resumed = self._take_saved()
@@ -348,7 +347,7 @@ class PipelineEngine:
         return mode.finish(joined, call, self._seeds.of_head)
 
     def _infer(
-        self, mode: Mode, call: Call, inputs: Inputs, key: InputKey, agreed: Agreed
+        self, mode: Mode, call: Call, inputs: Inputs, key: InputKey, agreed: Facts
     ) -> tuple[list[Tensor], bool]:
         graph = self.graphs.for_inference(key.graph, inputs)
         key = key.reading(mode.layers.read_leaves(), mode.options, agreed.input)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
@@ -94,43 +94,34 @@ def _graphs(batch: Any) -> Iterator[Any]:
             yield from _graphs(item)
 
 
-class Agreed(NamedTuple):
-    """Facts of a step, merged over all ranks; any rank's flags count."""
+class Facts(NamedTuple):
+    """Facts of a step on one rank; `agree` merges the last four."""
 
-    is_lost: bool
-    input: int
-    num_bytes: int
-    is_traced: bool  # whether the module is traced anew, on all ranks together
+    batch: int  # fingerprint
+    loss: float  # of the step before
+    graph: int  # fingerprint
+    is_lost: bool  # whether histories are invalid, on any rank
+    input: int  # number of the input
+    num_bytes: int  # of histories, the most of all ranks
+    is_traced: bool  # whether any rank traces the module anew, so that all do
 
 
-def agree(
-    transport: Transport,
-    batch: Callable[[], int],
-    loss: float,
-    graph: int,
-    *,
-    is_training: bool,
-    is_uneven: bool,
-    is_lost: bool,
-    input_number: int = 0,
-    num_bytes: int = 0,
-    is_traced: bool = False,
-) -> Agreed:
+def agree(transport: Transport, own: Facts, *, is_training: bool, is_uneven: bool) -> Facts:
     """Exchange facts of a step; refuse different steps or batches in a replica; collective."""
-    loss_bits = struct.unpack("<q", struct.pack("<d", loss))[0]
-    number = batch() if transport.world.is_distributed else 0
-    own = (number, loss_bits, graph, is_lost, input_number, num_bytes, is_traced)
+    [loss_bits] = struct.unpack("<q", struct.pack("<d", own.loss))
     what = f"{'train' if is_training else 'evaluate'} the pipelined module"
     over = transport if is_uneven else transport.everyone
     with transport.meter.paused():
-        ranks = over.meet(what, list(map(int, own)))
+        ranks = over.meet(what, list(map(int, own._replace(loss=loss_bits))))
     size = transport.world.replica_size
     for start in range(0, len(ranks), size):
         _compare(ranks[start : start + size])
     _, _, _, lost, inputs, sizes, traced = zip(*ranks, strict=True)
     # Tensors computed on each rank may differ in their last bits.
     shared = inputs[0] if len(set(inputs)) == 1 else fold(inputs)
-    return Agreed(any(lost), shared, max(sizes), any(traced))
+    return own._replace(
+        is_lost=any(lost), input=shared, num_bytes=max(sizes), is_traced=any(traced)
+    )
 
 
 def _compare(ranks: Sequence[Sequence[int]]) -> None:
