@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from lightning_gnnpipe.graph import plan_from_assignment
 from lightning_gnnpipe.layers import check_support, find_convs, find_layers, intercept
 from lightning_gnnpipe.layers.support import EXACT_AGGREGATIONS, EXACT_CONVS, REFUSED_CONVS
 from lightning_gnnpipe.passing import MessageContext
+from tests.helpers.alike import net_of
 from tests.helpers.cases import name_of
 from tests.helpers.convs import (
     BY_SELF_CHECK,
@@ -263,18 +265,12 @@ def test_p4_a_loss_over_random_pairs_is_refused(partition: Tensor) -> None:
     assert net.train().first.get_attention_loss().requires_grad
 
 
-class UsesLoss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = gnn.SuperGATConv(D, D)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
-        return self.conv(x, edge_index), self.conv.get_attention_loss()
-
-
 def test_p4_a_loss_over_random_pairs_in_forward_is_refused() -> None:
-    batch = make_batch()
-    engine = one_process_engine(UsesLoss(), partition=PARTITION)
+    def forward(net: Any, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:
+        return net.conv(x, edge_index), net.conv.get_attention_loss()
+
+    net = net_of(nn.Module, forward, conv=lambda: gnn.SuperGATConv(D, D))()
+    engine, batch = one_process_engine(net, partition=PARTITION), make_batch()
     with pytest.raises(UnsupportedError, match=r"get_attention_loss\(\) of layer 'conv'"):
         engine.forward((batch["x"], batch["edge_index"]), {})
 

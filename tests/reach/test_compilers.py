@@ -16,6 +16,7 @@ import lightning_gnnpipe
 from lightning_gnnpipe import GNNPipeStrategy, StalenessWarmup
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
 from lightning_gnnpipe.models import NodeClassifier
+from tests.helpers.alike import net_of
 from tests.helpers.observed import NUM_CLASSES, NUM_FEATURES, WIDTH, make_data
 from tests.helpers.trainers import double_precision, quiet_trainer
 
@@ -114,19 +115,13 @@ def test_what_is_compiled_is_compiled_again_afterwards() -> None:
 
 def test_a_second_name_of_a_compiled_module_is_no_second_network() -> None:
     def twice(net: Net) -> nn.Module:
-        holder = Twice()
-        holder.net, holder.fast = net, torch.compile(net, backend="eager")
-        return holder
+        def forward(holder: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+            return holder.fast(x, edge_index)
+
+        fast = torch.compile(net, backend="eager")
+        return net_of(nn.Module, forward, net=lambda: net, fast=lambda: fast)()
 
     fit(twice, piped=PIPED)
-
-
-class Twice(nn.Module):
-    net: nn.Module
-    fast: Any
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.fast(x, edge_index)
 
 
 def test_a_compiled_network_is_planned() -> None:

@@ -20,7 +20,6 @@ from torch_geometric.utils import to_edge_index
 from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import Matrices, matrix
-from lightning_gnnpipe.stages import find_pipelined
 from tests.helpers.alike import Fits, Forward, assert_alike, fit
 from tests.helpers.trainers import weights
 
@@ -227,11 +226,6 @@ class Multiplies(Kipf):
 
 def test_products_behind_the_last_layer_train_as_plainly() -> None:
     assert_alike(Multiplies, on_matrix("csr"), graph())
-
-
-def test_networks_without_layers_are_refused_in_words() -> None:
-    with pytest.raises(UnsupportedError, match=r"has no message-passing layer(.|\n)*SimpleConv"):
-        find_pipelined(nn.Sequential(nn.Linear(2, 2)), None)
 
 
 def test_the_parts_of_a_matrix_stay_the_same_tensors() -> None:
