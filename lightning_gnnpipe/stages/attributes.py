@@ -213,7 +213,7 @@ def random_states(devices: Iterable[torch.device] = ()) -> Hashable:
     """Return the states of Python's, NumPy's and torch's random numbers."""
     of_torch = (torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices))
     name, numbers, *rest = np.random.get_state()
-    arrays = (numbers, *(state.numpy() for state in of_torch))
+    arrays = (np.asarray(numbers), *(state.numpy() for state in of_torch))
     return random.getstate(), name, *rest, *(array.tobytes() for array in arrays)
 
 

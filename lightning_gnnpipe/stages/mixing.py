@@ -8,6 +8,7 @@ last layer. Behind it they may: that part, the head, runs on all rows.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -149,7 +150,7 @@ def orders(node: fx.Node, values: Mapping[str, Value]) -> bool:
     place, dim = _ALONG.get(_name_of(node), (0, None))
     if place == 0 or value is None or value.row_kind is None or node.op == "call_module":
         return False
-    given = node.args[place] if len(node.args) > place else dim
+    given: Any = node.args[place] if len(node.args) > place else dim
     given = node.kwargs.get("dim", node.kwargs.get("dims", given))
     if isinstance(given, fx.Node):  # max(h, other)
         return False

@@ -204,8 +204,9 @@ class Shaped(fx.Proxy):
 
     def __format__(self, spec: str) -> str:
         found = self.node.meta.get(ANSWER)
-        is_fixed = found is not None and not found.is_of_rows
-        return format(found.value, spec) if is_fixed else repr(self)
+        if found is None or found.is_of_rows:
+            return repr(self)
+        return format(found.value, spec)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if self._is_leaf:

@@ -71,6 +71,7 @@ class Mode:
     is_training: bool
     options: int  # fingerprint of plain attributes that forward reads, and of weight shapes
     frozen: tuple[bool, ...]  # weights that need no gradient
+    users: Mapping[str, set[int]] = field(default_factory=dict)  # stages of weights and buffers
     is_random: bool = False  # draws random numbers in evaluation
     unreached: dict[frozenset[str], frozenset[str]] = field(default_factory=dict)
 
@@ -210,8 +211,10 @@ class PipelinedModel:
         return self._transport.broadcast_object(own)  # some options differ between processes
 
     def gradient_sums(self) -> GradientSums:
-        """Return the sums for one pass, of the weights that stages have now."""
-        return GradientSums(self.module, self._users_in_stages, self._transport, self.staged)
+        """Return the sums for one pass of the mode that was used last."""
+        mode = next(reversed(self._modes.values()))
+        users = {name: one for name, one in mode.users.items() if name not in self._of_head}
+        return GradientSums(self.module, users, self._transport, self.staged)
 
     def _assign_weights(self, root: nn.Module) -> None:
         """Let stages hold their weights, but not arguments of layers or parts used outside."""
@@ -323,11 +326,14 @@ class PipelinedModel:
                 repeated = self._repeated(mode.layers, inputs)
                 mode = replace(mode, stages=split_layers(mode.layers, counts, repeated))
                 self._modes[key] = mode
-            self._of_head |= names_of_head(mode.layers, self.module)
-            for name, stages in find_users(mode.stages, self.module).items():
-                in_stages.add(name)
-                places = {stage % self._transport.mesh.num_stages for stage in stages}
-                users[name] = users.get(name, set()) | places
+            of_head = names_of_head(mode.layers, self.module)
+            everywhere = {name: set(range(self._transport.mesh.num_stages)) for name in of_head}
+            self._of_head |= of_head
+            own = find_users(mode.stages, self.module)
+            in_stages |= own.keys()
+            for name, stages in own.items():
+                users[name] = users.get(name, set()) | stages
+            self._modes[key] = replace(mode, users=own | everywhere)
         users |= {name: set(range(self._transport.mesh.num_stages)) for name in self._of_head}
         self._of_head -= in_stages
         self._users = {name: users[name] for name in sorted(users)}

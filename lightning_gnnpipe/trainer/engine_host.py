@@ -226,7 +226,17 @@ class EngineHost:
         engine = self.engine
         scaler = getattr(self._strategy.precision_plugin, "scaler", None)
         engine.set_step(loss_scale=1.0 if scaler is None else float(scaler.get_scale()))
-        run()
+        try:
+            run()
+        except RuntimeError as error:
+            is_empty = "invalid gradient" in str(error) or "tensor b (0)" in str(error)
+            if self._staged is None or not is_empty:
+                raise
+            raise UnsupportedError(
+                "The loss reads weights of the pipelined module, of which this rank holds some.\n"
+                "Write weight_decay=... in the optimizer, or GNNPipeStrategy(weights='whole').\n"
+                "Read weights, without gradients, in `with self.trainer.strategy.gathered():`."
+            ) from error
         engine.share_gradients(self._strategy.user_module)
 
     def evaluation_step(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:

@@ -244,13 +244,15 @@ def test_what_trained_weights_compute_counts_as_its_batch_and_the_state_of_the_m
 
 
 @pytest.mark.some_cases(2)
-@pytest.mark.parametrize("name", ["weight", "scale", "factor", "slope"])
+@pytest.mark.parametrize("name", ["weight", "scale", "factor", "slope", "layer"])
 def test_all_that_a_forward_reads_is_part_of_the_input(name: str) -> None:
     steps, x = Steps(), features(0)
     given: dict[str, Any] = {"weight": torch.ones(N, 1), "scale": 1.0}
     assert [steps.run(x, EDGES, **given) for _ in range(2)] == [True, False]
     if name == "factor":
         steps.net.factor.mul_(0.5)
+    elif name == "layer":
+        steps.net.convs[1].normalize = steps.plain.convs[1].normalize = True
     elif name == "slope":
         steps.net.slope = 0.5
     else:

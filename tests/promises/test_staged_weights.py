@@ -239,6 +239,12 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1})
 
 
+class WithPenalty(Module):
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        penalty = sum(p.square().sum() for p in self.net.parameters())
+        return super().training_step(data, batch_idx) + 1e-3 * penalty
+
+
 class WithLion(Module):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return Lion(self.parameters())
@@ -254,6 +260,7 @@ SCALED = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
         (Module, {"callbacks": (ModelPruning("l1_unstructured", amount=0.5),)}, "got ModelPruning"),
         (WithLion, {}, "got Lion, which may need all weights"),
         (Module, {"plugins": [SCALED]}, 'got precision="16-mixed"'),
+        (WithPenalty, {}, "The loss reads weights of the pipelined module"),
     ],
 )
 def test_what_needs_all_weights_is_refused(
