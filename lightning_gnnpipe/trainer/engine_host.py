@@ -230,7 +230,7 @@ class EngineHost:
             run()
         except RuntimeError as error:
             is_empty = "invalid gradient" in str(error) or "tensor b (0)" in str(error)
-            if self._staged is None or not is_empty:
+            if not self.is_staged or not is_empty:
                 raise
             raise UnsupportedError(
                 "The loss reads weights of the pipelined module, of which this rank holds some.\n"
