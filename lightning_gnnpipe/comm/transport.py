@@ -55,10 +55,10 @@ class Transport(Collectives):
         self.mesh = Mesh(world.rank, *layout, world.num_replicas)
         with self.explained("assign ranks to {} stages of {} shards".format(*layout)):
             self.axes = make_axes(world, self.mesh)
-            self.members, *others = self.axes
+            self.members, *more = self.axes
             self._connect()
         self.everyone, self._shards, self.pipe, self.replicas, self.asked = (
-            Collectives(world, meter, one, self.watch) for one in others
+            Collectives(world, meter, one, self.watch) for one in more
         )
         self.waited_s = 0.0
         self._sends: list[tuple[Any, Tensor]] = []
@@ -131,7 +131,7 @@ class Transport(Collectives):
             self._shards.all_reduce(tensor, kind)
 
     def share_of_stages(self, tensors: Mapping[int, Sequence[Tensor]]) -> None:
-        """Overwrite `tensors`, by stage, with those of their stage; not counted."""
+        """Overwrite `tensors`, by stage, with the values of their stage; not counted."""
         with self.meter.paused():
             for stage, several in sorted(tensors.items(), key=lambda one: one[0]):
                 self.pipe.broadcast_all(several, self.mesh.rank_of(stage))

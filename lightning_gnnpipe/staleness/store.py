@@ -228,7 +228,7 @@ class HistoryStore:
         self._move(key, chunk, out, stale)
 
     def _stale(self, key: Hashable, chunk: Chunk) -> tuple[int, ...]:
-        """Return those of `halo_chunks` that have not been written in this step."""
+        """Return the `halo_chunks` that have not been written in this step."""
         written, stale = self._entries[key].written, list[int]()
         for source in chunk.halo_chunks:
             if written[source] < self.step:

@@ -25,7 +25,7 @@ Named = Sequence[tuple[str, nn.Parameter]]
 class GradientSums:
     """Gradients of one backward phase of the weights that stages use, on all ranks of a replica.
 
-    A stage sends its gradients to all others as soon as its last chunk is done, which hides behind
+    A stage sends its gradients to all other stages as soon as its last chunk is done, which hides behind
     the chunks of earlier stages. A weight of several stages is summed on the way::
 
         stage 2   ccccc -> its own to all, its part of tied ones to the stage before
@@ -77,7 +77,7 @@ class GradientSums:
         self._expect(range(self._own + 1, self._transport.mesh.num_stages))
 
     def finish(self) -> None:
-        """Send the gradients of this stage, and write those of all stages to the weights."""
+        """Send the gradients of this stage, and write the sums of all stages to the weights."""
         transport, rank_of = self._transport, self._transport.mesh.rank_of
         for one in self._groups:
             if self._own not in one.users:
