@@ -56,11 +56,6 @@ class Intercepted:
     blocks: list[tuple[nn.Module, dict[str, bool]]]
 
     @property
-    def has_messages(self) -> bool:
-        """Whether a layer does more than a weighted sum of its neighbours' rows."""
-        return any(linear_rule(conv) is None for conv in self.convs.values())
-
-    @property
     def sees_all_nodes(self) -> bool:
         """Whether a layer computes statistics, or a mean, over all nodes."""
         has_mean = any(isinstance(conv, gnn.HANConv) for conv in self.convs.values())

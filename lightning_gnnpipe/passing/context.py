@@ -148,11 +148,6 @@ class MessageContext(TapedContext):
 
         return run_in_layer
 
-    @property
-    def is_in_layer(self) -> bool:
-        """Whether this thread runs a layer, or a norm."""
-        return _layer.get() is self
-
     def next_call(self, layer: str) -> int:
         """Count a call of `layer` in the running segment and chunk; return its index."""
         call = self._calls.get(layer, 0)
