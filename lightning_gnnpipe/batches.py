@@ -18,7 +18,7 @@ from lightning_gnnpipe.chunks import (
     PassSpec,
     Step,
     StepCosts,
-    measure_batch,
+    measure_layers,
     own_random_stream,
 )
 from lightning_gnnpipe.codecs import Codecs, get_codecs
@@ -123,8 +123,8 @@ class BatchPasses:
         """Return the stages for these arguments."""
 
         def measure(layers: Layers) -> StepCosts:
-            plan = self.plan(inputs)
-            return measure_batch(self._model.module, layers, plan, BatchInputs(call, inputs, plan))
+            plan, histories = self.plan(inputs), self._options.given.histories
+            return measure_layers(self._model.module, layers, plan, call, inputs, histories)
 
         return self._model.mode(call, inputs, measure, also_train=self._options.is_fitting)
 

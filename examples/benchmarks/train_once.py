@@ -40,7 +40,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 from graphs import load_graph
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
-from lightning_gnnpipe.chunks import synchronize
+from lightning_gnnpipe.chunks import now
 from lightning_gnnpipe.comm import Meter, Transport, World
 from lightning_gnnpipe.models import GCNII, GNN, NodeClassifier, ResGCNPlus
 from lightning_gnnpipe.types import CodecName, CodecOption, StalenessName
@@ -76,12 +76,10 @@ class Measure(L.Callback):
         self.epoch_starts.append(time.perf_counter())
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        synchronize(trainer.strategy.root_device)
-        self._start = time.perf_counter()
+        self._start = now()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        synchronize(trainer.strategy.root_device)
-        self.step_s.append(time.perf_counter() - self._start)
+        self.step_s.append(now() - self._start)
         if isinstance(trainer.strategy, GNNPipeStrategy):
             self.stats = trainer.strategy.collect_stats()
 

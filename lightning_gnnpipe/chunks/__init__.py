@@ -4,9 +4,8 @@ from lightning_gnnpipe.chunks.costs import (
     LayerCost,
     StepCosts,
     counting_saved_bytes,
-    measure_batch,
     measure_layers,
-    synchronize,
+    now,
 )
 from lightning_gnnpipe.chunks.inputs import BatchInputs, PassInputs, PlannedInputs
 from lightning_gnnpipe.chunks.step import (

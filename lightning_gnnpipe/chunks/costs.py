@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
-from lightning_gnnpipe.chunks.inputs import BatchInputs, PassInputs, PlannedInputs
+from lightning_gnnpipe.calls import Call, Inputs
+from lightning_gnnpipe.chunks.inputs import BatchInputs, PlannedInputs
 from lightning_gnnpipe.chunks.step import run_segments
 from lightning_gnnpipe.graph import BatchPlan, Chunk, ChunkPlan
 from lightning_gnnpipe.layers import NativeContext, find_layers, intercept
@@ -80,28 +81,72 @@ class StepCosts:
         return solve_balance(costs, num_stages, repeat_costs(layers, repeated, again))
 
 
-_MAX_TIMED = 3
+_MAX_TIMED = 3  # chunks
 _NUM_RUNS = 5
 _LONGEST_S = 0.3  # time for repeated runs of all layers on a chunk
-
-
-def work_of(chunk: Chunk) -> int:
-    """Return rows plus in-edges of a chunk, which its time is assumed to be proportional to."""
-    return chunk.num_nodes + chunk.edge_end - chunk.edge_start
 
 
 def measure_layers(
     module: nn.Module,
     layers: Layers,
-    plan: ChunkPlan,
-    inputs: PlannedInputs,
+    plan: ChunkPlan | BatchPlan,
+    call: Call,
+    inputs: Inputs,
     histories: HistoryOptions,
 ) -> StepCosts:
-    """Measure all layers, in a few runs over a few middle-sized chunks."""
-    context = MessageContext(_Zeros(plan, histories), plan)
-    context.leaves = inputs
-    pieces = [(chunk, work_of(chunk)) for chunk in plan.chunks]
-    return _measure(module, layers, pieces, inputs, context)
+    """Time layers, and values that stages may compute again, on a few middle-sized chunks.
+
+    Layers that differ only in the values of their weights take the same time, the median. A batch
+    of graphs has no histories.
+    """
+    store: _Zeros | None = None
+    context: MessageContext | NativeContext
+    batch: BatchInputs | PlannedInputs
+    if isinstance(plan, BatchPlan):
+        batch, context = BatchInputs(call, inputs, plan), NativeContext(1)  # plain BatchNorm
+    else:
+        batch, store = PlannedInputs(plan), _Zeros(plan, histories)
+        batch.load(call, inputs)
+        context = MessageContext(store, plan)
+        context.leaves = batch
+    parts = [part_of(layers.segments[i], (name,)) for name, i in layers.repeatable.items()]
+    segments = (*layers.segments, *parts)
+    chunks: Sequence[Any] = plan.chunks
+    ranked = sorted(chunks, key=lambda one: one.work)
+    num_timed = min(_MAX_TIMED, max(1, len(ranked) // 4))
+    chosen = ranked[(len(ranked) - num_timed) // 2 :][:num_timed]
+    share = [sum(one.work for one in ranked) / max(one.work, 1) for one in chosen]
+    leaves = {name for one in segments for name in one.inputs if name.startswith("leaf_")}
+    known = [batch.slice(chunk, leaves) for chunk in chosen]
+    given: list[Tensor] = [p for one in segments for p in one.module.parameters()]
+    given += [t for one in known for t in one.values() if isinstance(t, Tensor)]
+    found, held = np.zeros((len(segments), 3)), []
+    with (
+        undisturbed(module),
+        intercept(find_layers(module), context),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        for number, segment in enumerate(segments):
+            runs = [
+                partial(_run, layers, segment, chunk, values, given, context)
+                for chunk, values in zip(chosen, known, strict=True)
+            ]
+            for run in runs:  # do not time what is computed once per chunk
+                run()
+            best = [_best(run, _LONGEST_S / len(segments)) for run in runs]
+            scaled = [one * factor for one, factor in zip(best, share, strict=True)]
+            found[number] = np.median(scaled, axis=0)
+            held.append({} if store is None else store.empty())
+    forms = [_form_of(segment) for segment in segments]
+    for form in set(forms):
+        same = [i for i, one in enumerate(forms) if one == form]
+        found[same, :2] = np.median(found[same, :2], axis=0)
+    rows = zip(found.tolist(), held, strict=True)
+    costs = [LayerCost(ahead, back, round(saved), **more) for (ahead, back, saved), more in rows]
+    num_layers = len(layers.segments)
+    again = dict(zip(layers.repeatable, costs[num_layers:], strict=True))
+    return StepCosts(tuple(costs[:num_layers]), again)
 
 
 class _OwnMoments(RowMoments):
@@ -144,64 +189,6 @@ class _Zeros(HistoryStore):
         return {"history_bytes": kept, "pushed_row_bytes": sum(rows), "num_pushes": len(rows)}
 
 
-def measure_batch(
-    module: nn.Module, layers: Layers, plan: BatchPlan, inputs: BatchInputs
-) -> StepCosts:
-    """Measure all layers on a batch of graphs, which has no histories."""
-    pieces = [(chunk, chunk.work) for chunk in plan.chunks]
-    return _measure(module, layers, pieces, inputs, NativeContext(1))  # BatchNorm runs unchanged
-
-
-def _measure(
-    module: nn.Module,
-    layers: Layers,
-    pieces: Sequence[tuple[Any, int]],
-    inputs: PassInputs,
-    context: MessageContext | NativeContext,
-) -> StepCosts:
-    """Time layers, and recomputable values, on a few middle-sized pieces (chunk, work)."""
-    parts = [part_of(layers.segments[i], (name,)) for name, i in layers.repeatable.items()]
-    segments = (*layers.segments, *parts)
-    ranked = sorted(pieces, key=lambda piece: piece[1])
-    num_timed = min(_MAX_TIMED, max(1, len(pieces) // 4))
-    first = (len(ranked) - num_timed) // 2
-    chosen = ranked[first : first + num_timed]
-    share = [sum(work for _, work in pieces) / max(work, 1) for _, work in chosen]
-    tensors: list[Tensor] = [p for one in segments for p in one.module.parameters()]
-    leaves = {name for one in segments for name in one.inputs if name.startswith("leaf_")}
-    known = [inputs.slice(chunk, leaves) for chunk, _ in chosen]
-    tensors += [t for one in known for t in one.values() if isinstance(t, Tensor)]
-    times, kept = [], []
-    with (
-        undisturbed(module),
-        intercept(find_layers(module), context),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
-        for segment in segments:
-
-            def run(place: int, segment: Segment = segment) -> NDArray[np.float64]:
-                return _run(layers, segment, chosen[place][0], known[place], tensors, context)
-
-            places = range(len(chosen))
-            for place in places:  # do not time what is computed once per chunk
-                run(place)
-            limit = _LONGEST_S / len(segments)
-            best = [_best(partial(run, place), limit) * share[place] for place in places]
-            times.append(np.median(best, axis=0))
-            store = context.store if isinstance(context, MessageContext) else None
-            kept.append(store.empty() if isinstance(store, _Zeros) else {})
-    found = np.array(times)
-    forms = [_form_of(segment, layers) for segment in segments]
-    for form in set(forms):  # layers of one form take the same time
-        same = [i for i, one in enumerate(forms) if one == form]
-        found[same, :2] = np.median(found[same, :2], axis=0)
-    rows = zip(found.tolist(), kept, strict=True)
-    costs = [LayerCost(ahead, back, round(saved), **more) for (ahead, back, saved), more in rows]
-    again = zip(layers.repeatable, costs[len(layers.segments) :], strict=True)
-    return StepCosts(tuple(costs[: len(layers.segments)]), dict(again))
-
-
 def _best(run: Callable[[], NDArray[np.float64]], limit_s: float) -> NDArray[np.float64]:
     """Return the minimum times of several runs: load from other processes only adds time."""
     runs, start = [run()], time.perf_counter()
@@ -210,24 +197,16 @@ def _best(run: Callable[[], NDArray[np.float64]], limit_s: float) -> NDArray[np.
     return np.min(runs, axis=0)
 
 
-def _form_of(segment: Segment, layers: Layers) -> Hashable:
+def _form_of(segment: Segment) -> Hashable:
     """Return a key that is equal for segments that differ only in the values of their weights."""
-    nodes = list(segment.module.graph.nodes)
-    place = {node: i for i, node in enumerate(nodes)}
 
     def form(node: fx.Node) -> Hashable:
-        known, target = layers.values.get(node.name), str(node.target)
         if node.op == "call_module":
-            module = segment.module.get_submodule(target)
-            shapes = [tuple(p.shape) for p in module.parameters()]
-            plain = [v for v in vars(module).items() if isinstance(v[1], bool | int | float | str)]
-            target = f"{type(module)} {module} {plain} {shapes}"
-        elif node.op == "get_attr" or (node.op == "placeholder" and known is not None):
-            target = ""
-        sources = tuple(place[source] for source in node.all_input_nodes)
-        return node.op, target, sources, None if known is None else replace(known, edge_set=0)
+            module = segment.module.get_submodule(str(node.target))
+            return repr(module), tuple(tuple(p.shape) for p in module.parameters())
+        return node.target if node.op.startswith("call_") else node.op
 
-    return tuple(form(node) for node in nodes)
+    return tuple(map(form, segment.module.graph.nodes))
 
 
 def _run(
@@ -242,22 +221,18 @@ def _run(
 
     Returns `[3]`: seconds of forward and of backward, bytes saved in between, without `given`.
     """
-    devices = {tensor.device for tensor in given}
-
-    def now() -> float:
-        for device in devices:
-            synchronize(device)
-        return time.perf_counter()
-
-    values = {name: _cut_off(known[name], name, layers) for name in segment.inputs}
-    sources = [t for t in values.values() if isinstance(t, Tensor) and t.requires_grad]
+    crossing = [n for n in segment.inputs if n in layers.values and not n.startswith("leaf_")]
+    values = {name: known[name] for name in segment.inputs}
+    for name in crossing:
+        values[name] = known[name].detach().requires_grad_(layers.values[name].requires_grad)
+    wanted: list[Tensor] = [p for p in segment.module.parameters() if p.requires_grad]
+    wanted += [t for t in values.values() if isinstance(t, Tensor) and t.requires_grad]
     with counting_saved_bytes(given) as saved:
         start = now()
         run_segments((segment,), values, chunk, context)
         forward_s = now() - start
-    roots = [values[n] for n in segment.outputs if values[n].requires_grad]
+    roots = [values[name] for name in segment.outputs if values[name].requires_grad]
     known |= {name: values[name].detach() for name in segment.outputs}
-    wanted = [p for p in segment.module.parameters() if p.requires_grad] + sources
     backward_s = 0.0
     if roots and wanted:
         grads = [torch.ones_like(root) for root in roots]
@@ -267,10 +242,11 @@ def _run(
     return np.array((forward_s, backward_s, sum(saved)))
 
 
-def synchronize(device: torch.device | None = None) -> None:
-    """Wait for the GPU `device`; None for the current GPU, if there is one."""
-    if torch.cuda.is_available() if device is None else device.type == "cuda":
-        torch.cuda.synchronize(device)
+def now() -> float:
+    """Return the time in seconds, once the GPU, if there is one, has computed all before."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 @contextmanager
@@ -290,9 +266,3 @@ def counting_saved_bytes(given: Iterable[Tensor]) -> Iterator[list[int]]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
-
-
-def _cut_off(tensor: Any, name: str, layers: Layers) -> Any:
-    known = layers.values.get(name)
-    is_crossing = not name.startswith("leaf_") and known is not None and known.requires_grad
-    return tensor.detach().requires_grad_() if is_crossing else tensor

@@ -57,10 +57,8 @@ class GraphPasses:
 
         def measure(layers: Layers) -> StepCosts:
             plan = self._graphs.plan_to_measure(fingerprint, inputs)
-            planned = PlannedInputs(plan)
-            planned.load(call, inputs)
             histories = self._graphs.histories
-            return measure_layers(self._model.module, layers, plan, planned, histories)
+            return measure_layers(self._model.module, layers, plan, call, inputs, histories)
 
         return self._model.mode(call, inputs, measure, also_train=self._options.is_fitting)
 

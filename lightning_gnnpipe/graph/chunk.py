@@ -87,6 +87,11 @@ class Chunk:
     def num_edges(self) -> int:
         return self.edge_end - self.edge_start
 
+    @property
+    def work(self) -> int:
+        """Nodes and edges, which its time is proportional to."""
+        return self.num_nodes + self.num_edges
+
     def with_edges(self, keep: Tensor) -> Chunk:
         """Return the chunk with the edges in `keep`, a mask over all slots, and the same halo."""
         own = keep[self.edge_start : self.edge_end]

@@ -7,7 +7,6 @@ link speed, memory         |
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -20,11 +19,10 @@ from torch_geometric.nn import HANConv
 from lightning_gnnpipe.calls import Call, Inputs, Kind
 from lightning_gnnpipe.chunks import (
     LayerCost,
-    PlannedInputs,
     StepCosts,
     counting_saved_bytes,
     measure_layers,
-    synchronize,
+    now,
 )
 from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.errors import ConfigError
@@ -136,10 +134,9 @@ class Forecaster:
         inputs, module = self._target.inputs, self._module
         plan = plan_from_assignment(self._edge_index, inputs.num_nodes, assignment, kept=kept)
         plan = plan.with_edge_sets(inputs.edge_sizes).to(inputs.edge_index.device)
-        planned = PlannedInputs(plan)
-        planned.load(self._target.call, inputs)
         histories = self._options.histories.seen_from(plan.perm.device)
-        return plan, measure_layers(module, self._layers, plan, planned, histories)
+        call = self._target.call
+        return plan, measure_layers(module, self._layers, plan, call, inputs, histories)
 
     def plan(self, num_devices: int) -> PipelinePlan:
         """Return forecasts of all layouts of the devices, and the one asked for, or the best."""
@@ -357,8 +354,7 @@ def _time_plain(target: Target) -> tuple[float, int]:
     times, saved_bytes = [], 0
     with without_memory(find_convs(module)), undisturbed(module), torch.enable_grad():
         for _ in range(1 + _NUM_RUNS):  # the first one warms up
-            synchronize()
-            start = time.perf_counter()
+            start = now()
             with counting_saved_bytes(given) as saved:
                 outputs = flatten(call.run(module, call.leaves))
             roots = [output for output in outputs if output.requires_grad]
@@ -366,8 +362,7 @@ def _time_plain(target: Target) -> tuple[float, int]:
             if roots and wanted:
                 grads = [torch.ones_like(root) for root in roots]
                 torch.autograd.grad(roots, wanted, grads, allow_unused=True)
-            synchronize()
-            times.append(time.perf_counter() - start)
+            times.append(now() - start)
             saved_bytes = sum(saved)
     return median(times[1:]), saved_bytes
 

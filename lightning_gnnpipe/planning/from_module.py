@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from torch_geometric.data import Data, Dataset
 
 from lightning_gnnpipe.batches import check_replicas
 from lightning_gnnpipe.calls import classify, flatten_call
-from lightning_gnnpipe.chunks import synchronize
+from lightning_gnnpipe.chunks import now
 from lightning_gnnpipe.errors import ConfigError, Fallbacks
 from lightning_gnnpipe.methods import PipelinedMethod, is_one_graph
 from lightning_gnnpipe.options import StrategyOptions
@@ -219,10 +218,8 @@ def _time_loss(
 
 def _time_step(module: pl.LightningModule, batch: Any) -> float:
     own = copy.copy(batch)
-    synchronize()
-    start = time.perf_counter()
+    start = now()
     result: Any = module.training_step(own, 0)
     loss = result["loss"] if isinstance(result, Mapping) else result
     loss.backward()
-    synchronize()
-    return time.perf_counter() - start
+    return now() - start

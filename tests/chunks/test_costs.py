@@ -14,7 +14,6 @@ from torch_geometric import nn as gnn
 
 from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.chunks import costs
-from lightning_gnnpipe.chunks.inputs import PlannedInputs
 from lightning_gnnpipe.graph import plan_from_assignment
 from lightning_gnnpipe.stages import cut_module
 from lightning_gnnpipe.staleness import HistoryOptions
@@ -57,9 +56,7 @@ def measure(net: nn.Module) -> Any:
     inputs = classify(call)
     layers = cut_module(net, call, inputs)
     plan = plan_from_assignment(edges, N, torch.arange(N) * 4 // N)
-    planned = PlannedInputs(plan)
-    planned.load(call, inputs)
-    return layers, costs.measure_layers(net, layers, plan, planned, HistoryOptions())
+    return layers, costs.measure_layers(net, layers, plan, call, inputs, HistoryOptions())
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.chunks import synchronize
+from lightning_gnnpipe.chunks import now
 from lightning_gnnpipe.passing.sparse import SparseRows, multiply
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -77,7 +76,7 @@ def measure(
         dtype = getattr(torch, name)
         values = torch.rand(num_edges, device=device, generator=generator).to(dtype)
         table = torch.randn(num_nodes, channels, device=device, generator=generator).to(dtype)
-        copied_s, _ = clocked(table.clone, device, rounds)
+        copied_s, _ = clocked(table.clone, rounds)
         copy_rate = 2 * table.nbytes / copied_s
         for part, num_rows in parts.items():
             last = int(starts[num_rows])
@@ -88,7 +87,7 @@ def measure(
             for kernel, run in kernels(rows, table, target[:last]).items():
                 row: dict[str, Any] = {"dtype": name, "rows": part, "kernel": kernel}
                 try:
-                    seconds, repeats = clocked(run, device, rounds)
+                    seconds, repeats = clocked(run, rounds)
                     rate = num_bytes / seconds
                     row |= {"ms": seconds * 1e3, "gb_per_s": rate / 1e9, "repeats": repeats}
                     row["share_of_copy"] = rate / copy_rate
@@ -134,15 +133,13 @@ def rows_bytes(rows: SparseRows) -> int:
     return rows.offsets.nbytes + rows.indices.nbytes + rows.values.nbytes
 
 
-def clocked(run: Run, device: torch.device, rounds: int) -> tuple[float, bool]:
+def clocked(run: Run, rounds: int) -> tuple[float, bool]:
     """Return the median seconds, and whether all runs gave the same bits."""
     first, times, repeats = run(), [], True
     for _ in range(rounds):
-        synchronize(device)
-        start = time.perf_counter()
+        start = now()
         result = run()
-        synchronize(device)
-        times.append(time.perf_counter() - start)
+        times.append(now() - start)
         repeats = repeats and torch.equal(first, result)
     return statistics.median(times), repeats
 
