@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import lightning as L
 import torch
@@ -17,6 +17,7 @@ from torch_geometric.data import Data, Dataset, HeteroData
 from torch_geometric.utils import index_to_mask, is_sparse
 
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, GraphError
+from lightning_gnnpipe.graph import check_edges
 
 MASKS = ("train_mask", "val_mask", "test_mask")  # in the order of `split_fracs`
 
@@ -57,8 +58,11 @@ class FullGraphDataModule(L.LightningDataModule):
         graph = copy.copy(_single_graph(data))
         num_nodes = _count_nodes(graph)
         edge_sets = [e for name, e in graph if f"_{name}".endswith("_edge_index") or is_sparse(e)]
-        for edges in edge_sets or [None]:
-            _check_edges(edges, num_nodes)
+        if not edge_sets:
+            _refuse("'edge_index' of shape [2, num_edges]", "none", "Set data.edge_index.")
+        for edges in edge_sets:
+            if not is_sparse(edges):  # its shape is checked where it is an argument
+                check_edges(edges, num_nodes)
         for name in ("y", *MASKS):
             _check_rows(graph, name, num_nodes)
         if graph.y is not None and graph.y.dim() == 2 and graph.y.size(1) == 1:
@@ -150,31 +154,6 @@ def _count_nodes(graph: Data) -> int:
             "Add the missing rows to 'x', or correct 'num_nodes'.",
         )
     return x.size(0)
-
-
-def _check_edges(edge_index: Any, num_nodes: int) -> None:
-    if is_sparse(edge_index):  # its shape is checked where it is an argument
-        return
-    if not isinstance(edge_index, Tensor) or edge_index.dim() != 2 or edge_index.size(0) != 2:
-        _refuse(
-            "'edge_index' of shape [2, num_edges]",
-            _describe(edge_index),
-            "Row 0 holds the source of each edge, row 1 its target; "
-            "for edge pairs [num_edges, 2] pass `pairs.t().contiguous()`.",
-        )
-    if edge_index.dtype != torch.int64:
-        _refuse(
-            "'edge_index' of type torch.int64",
-            str(edge_index.dtype),
-            "Convert it with `edge_index.long()`.",
-        )
-    low, high = (int(end) for end in edge_index.aminmax()) if edge_index.numel() else (0, -1)
-    if low < 0 or high >= num_nodes:
-        _refuse(
-            f"'edge_index' to name nodes 0 to {num_nodes - 1}",
-            f"{low} to {high}",
-            "Renumber the nodes from zero, or add the missing rows to 'x'.",
-        )
 
 
 def _check_rows(graph: Data, name: str, num_nodes: int) -> None:

@@ -30,8 +30,8 @@ MAX_CALLS_OF_A_STEP = 2_000
 # Folders and files, from the bottom up: each may import those before it, none behind it.
 LINE = (
     *("errors", "types", "_compat_torch", "_compat_pyg"),
-    *("user_code", "datamodule", "models"),
-    *("graph", "staleness", "codecs", "options", "passing", "calls", "comm"),
+    *("user_code", "models"),
+    *("graph", "datamodule", "staleness", "codecs", "options", "passing", "calls", "comm"),
     *("layers", "stages", "methods", "chunks", "report"),
     *("selfcheck", "steps"),
     *("batches", "planning", "engine", "trainer", "strategy"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pymetis
 import torch
@@ -231,19 +232,20 @@ def check_graph(edge_index: Tensor, num_nodes: int) -> None:
     check_edges(edge_index, num_nodes)
 
 
-def check_edges(edges: Tensor, num_nodes: int, name: str = "edge_index") -> None:
+def check_edges(edges: Any, num_nodes: int, name: str = "edge_index") -> None:
     """Raise GraphError unless `edges` holds `[2, num_edges]` integers in `[0, num_nodes)`."""
-    if edges.dtype not in _INTEGERS:
+    if not isinstance(edges, Tensor) or edges.dtype not in _INTEGERS:
         raise GraphError(
             expected=f"'{name}' to hold integers",
-            found=str(edges.dtype),
+            found=str(getattr(edges, "dtype", type(edges).__name__)),
             remedy=f"Convert it by {name}.long().",
         )
     if edges.dim() != 2 or edges.size(0) != 2:
         raise GraphError(
             expected=f"'{name}' to have shape [2, num_edges]",
             found=str(list(edges.shape)),
-            remedy="Row 0 holds the sources of the edges, row 1 their targets.",
+            remedy="Row 0 holds the sources of the edges, row 1 their targets; for edge pairs "
+            "[num_edges, 2] pass pairs.t().contiguous().",
         )
     if edges.numel() == 0:
         return
