@@ -25,8 +25,8 @@ Named = Sequence[tuple[str, nn.Parameter]]
 class GradientSums:
     """Gradients of one backward phase of the weights that stages use, on all ranks of a replica.
 
-    A stage sends its gradients to all other stages as soon as its last chunk is done, which hides behind
-    the chunks of earlier stages. A weight of several stages is summed on the way::
+    A stage sends its gradients to all other stages as soon as its last chunk is done, which hides
+    behind the chunks of earlier stages. A weight of several stages is summed on the way::
 
         stage 2   ccccc -> its own to all, its part of tied ones to the stage before
         stage 1    ccccc -> its own to all, the sum of both parts
