@@ -284,7 +284,9 @@ class _Cutter:
         kinds = {kind for source in node.all_input_nodes for kind in self._row_kinds(source)}
         if orders(node, self.values):
             return True
-        if node not in self.calls and (multiplies(node, self.values) or attends(node, self.root)):
+        if node not in self.calls and (
+            multiplies(node, self.values) or attends(node, self.values, self.root)
+        ):
             return True
         return value is not None and node not in self.free and bool(kinds - {value.row_kind})
 

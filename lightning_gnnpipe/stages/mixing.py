@@ -16,7 +16,7 @@ from torch_geometric.nn import attention
 
 from lightning_gnnpipe.calls import Kind
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.passing import assemble, turn_edges
+from lightning_gnnpipe.passing import turn_edges
 from lightning_gnnpipe.stages.find import LAYER
 from lightning_gnnpipe.stages.shapes import is_of_shapes, line_of_node
 from lightning_gnnpipe.stages.values import SIZES, TURNED, Value
@@ -67,6 +67,10 @@ _ATTENTION = (
     attention.PolynormerAttention,
     attention.SGFormerAttention,
 )
+_OF_SEQUENCES = (
+    *(nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder),
+    *(nn.TransformerDecoderLayer, nn.TransformerDecoder, nn.RNNBase),
+)
 # Functions of edges that need the edges of all nodes.
 _OF_EDGES = ("gcn_norm", "get_laplacian", "to_undirected", "to_torch_csr_tensor", "to_edge_index")
 
@@ -99,7 +103,7 @@ def refuse_mixing(
         words = _PRODUCT if not is_of_shapes(node) and multiplies(node, values) else None
         if words is None and structure is not None and not is_of_shapes(node):
             words = _BY_HAND if _reads_by_edges(node, values, structure) else None
-            mixes = attends(node, root) or orders(node, values) or _reduces(node, values)
+            mixes = attends(node, values, root) or orders(node, values) or _reduces(node, values)
             words = _SUM if words is None and mixes else words
         if words is not None:
             raise UnsupportedError(words.format(_name_of(node), at(line_of_node(node))))
@@ -136,11 +140,22 @@ def multiplies(node: fx.Node, values: Mapping[str, Value]) -> bool:
     return any(one is not None and one.kind is Kind.EDGE_INDEX for one in of_matrix)
 
 
-def attends(node: fx.Node, root: nn.Module) -> bool:
-    """Whether `node` calls attention over all nodes; targets are looked up in `root`."""
+def attends(node: fx.Node, values: Mapping[str, Value], root: nn.Module) -> bool:
+    """Whether `node` calls attention over all nodes; targets are looked up in `root`.
+
+    Also torch's modules for sequences, if the nodes are the places of one sequence.
+    """
     if node.op != "call_module":
         return False
-    return any(isinstance(m, _ATTENTION) for m in root.get_submodule(str(node.target)).modules())
+    layer = root.get_submodule(str(node.target))
+    if any(isinstance(m, _ATTENTION) for m in layer.modules()):
+        return True
+    given = [values[one.name] for one in node.all_input_nodes if one.name in values]
+    if not isinstance(layer, _OF_SEQUENCES) or not given or given[0].row_kind is None:
+        return False
+    batch_first = next(m.batch_first for m in layer.modules() if hasattr(m, "batch_first"))
+    is_batch = len(given[0].row_shape) == 2  # [batch, places, channels], in either order
+    return (given[0].nodes_in or 0) == (1 if is_batch and batch_first else 0)
 
 
 def orders(node: fx.Node, values: Mapping[str, Value]) -> bool:
@@ -164,10 +179,16 @@ def _reads_by_edges(
 ) -> bool:
     """Whether `node` reads or makes rows of nodes by their numbers in edges."""
     sources = node.all_input_nodes
-    if node.target is assemble or not any(one in structure for one in sources):
+    if _is_ours(node) or not any(one in structure for one in sources):
         return False
     has_rows = any(one not in structure and _counts_nodes(one, values) for one in sources)
     return has_rows or _counts_nodes(node, values) or _name_of(node) in _OF_EDGES
+
+
+def _is_ours(node: fx.Node) -> bool:
+    """Whether `node` calls a function that this package has put into the graph."""
+    package = __name__.partition(".")[0]
+    return str(getattr(node.target, "__module__", "")).startswith(f"{package}.")
 
 
 def _counts_nodes(node: fx.Node, values: Mapping[str, Value]) -> bool:

@@ -92,6 +92,19 @@ def pool(net: Any, z: Tensor) -> Tensor:
     return net.out(net.pool(z, torch.zeros_like(z[:, 0], dtype=torch.long)))
 
 
+def attend(net: Any, z: Tensor) -> Tensor:
+    """Attend over all nodes by a module of torch, as one sequence."""
+    z = z[None]
+    return net.out(net.part(z, z, z, need_weights=False)[0][0])
+
+
+def attend_over_depth(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    """Attend over the layers of each node by itself, between layers."""
+    depth = [x := conv(x, edge_index).tanh() for conv in net.convs]
+    rows = net.part(torch.stack(depth, 1))[:, -1]
+    return net.last(rows, edge_index)
+
+
 class Attends(nn.Module):
     def __init__(self, kind: str = "Transformer") -> None:
         super().__init__()
@@ -134,6 +147,12 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "norm by hand": reads(lambda net, z: net.out((z - z.mean(0)) / (z.std(0) + 1e-2))),
     "Set2Set": reads(pool, 2 * W, pool=lambda: gnn.aggr.Set2Set(W, processing_steps=2)),
     "each layer": encodes(read_each_layer),
+    "attention": reads(attend, part=lambda: nn.MultiheadAttention(W, 2, batch_first=True)),
+    "attention over depth": encodes(
+        attend_over_depth,
+        part=lambda: nn.TransformerEncoderLayer(W, 2, W, dropout=0.0, batch_first=True),
+        last=lambda: gnn.SAGEConv(W, W),
+    ),
     "median": reads(pool, pool=gnn.aggr.MedianAggregation),
     "attention weights of GAT": partial(Attends, "GAT"),
     "attention weights of the last with loops": partial(AttendsLast, "loops"),
