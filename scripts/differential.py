@@ -21,9 +21,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.differential.draw import draw_of
-from tests.differential.program import script_of
 from tests.differential.run import Finding
 from tests.differential.workers import Task, run_tasks
+
+from tests.differential.program import script_of
 
 
 def main() -> int:
