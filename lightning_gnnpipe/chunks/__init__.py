@@ -15,6 +15,7 @@ from lightning_gnnpipe.chunks.step import (
     make_seeds,
     own_random_stream,
     run_segments,
+    unread_after,
 )
 from lightning_gnnpipe.chunks.step_trace import (
     PipelineStats,

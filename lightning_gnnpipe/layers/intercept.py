@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch_geometric.nn as gnn
@@ -67,11 +67,14 @@ class Intercepted:
         return [*named.values(), *(block for block, _ in self.blocks)]
 
     def within(self, called: Iterable[nn.Module]) -> Intercepted:
-        """Return these layers without the norms outside of `called`: a head sees all rows."""
+        """Return those of the layers that are parts of `called`: a head sees all rows."""
         inner = {id(part) for one in called for part in one.modules()}
-        norms = {name: m for name, m in self.norms.items() if id(m) in inner}
-        batch_norms = {name: m for name, m in self.batch_norms.items() if id(m) in inner}
-        return replace(self, norms=norms, batch_norms=batch_norms)
+        convs, norms, batch_norms = (
+            {name: m for name, m in named.items() if id(m) in inner}
+            for named in (self.convs, self.norms, self.batch_norms)
+        )
+        blocks = [block for block in self.blocks if id(block[0]) in inner]
+        return Intercepted(cast(dict[str, MessagePassing], convs), norms, batch_norms, blocks)
 
 
 def find_layers(module: nn.Module) -> Intercepted:

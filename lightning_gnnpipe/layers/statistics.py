@@ -114,7 +114,8 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
         if is_whole and has_formula and not is_replay:
             # Inside `propagate` rows may be messages, which belong to no chunk.
             counts = None if context.is_passing else [c.num_nodes for c in context.at.plan.chunks]
-            mean, var, count = store.moments.keep(key, x.detach(), counts)
+            rows = x if context.is_live else x.detach()
+            mean, var, count = store.moments.keep(key, rows, counts)
             if context.is_refresh:
                 result = _normalize(norm, x, mean, var)
                 return result.to(context.dtypes.get(key, result.dtype))

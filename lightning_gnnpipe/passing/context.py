@@ -81,6 +81,8 @@ class MessageContext(TapedContext):
         segment: The running segment.
     """
 
+    is_live = False  # whether statistics keep their autograd graph, see `selfcheck`
+
     def __init__(
         self, store: HistoryStore | None, plan: ChunkPlan, edges: GraphEdges | None = None
     ) -> None:

@@ -1,23 +1,35 @@
 """Checks the traced layers against the plain module on a small sample, before training.
 
-Values and gradients must be equal: of one graph in chunks, whose embeddings are never stale here,
-and of a few graphs in one micro-batch and in two. Dropout is off.
+Each layer runs alone, on values of the plain module, so that roundings do not add up:
+
+    values of layer l - 1 of the plain module    ->  layer l, plain        the same values
+                     the same, in chunks         ->  layer l, on chunks    and gradients
+
+No embedding is stale, see `LiveContext`. Of a batch of graphs the chunks are micro-batches. Random
+numbers are constants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
-from lightning_gnnpipe.calls import Call, Inputs, Kind
-from lightning_gnnpipe.chunks import BatchInputs, PlannedInputs
-from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.graph import Chunk, plan_from_assignment, plan_micro_batches
+from lightning_gnnpipe.calls import Call, Inputs
+from lightning_gnnpipe.chunks import (
+    BatchInputs,
+    PassInputs,
+    PlannedInputs,
+    run_segments,
+    unread_after,
+)
+from lightning_gnnpipe.errors import UnsupportedError, first_line
+from lightning_gnnpipe.graph import plan_from_assignment, plan_micro_batches
 from lightning_gnnpipe.layers import (
     NativeContext,
     find_convs,
@@ -26,40 +38,29 @@ from lightning_gnnpipe.layers import (
     without_memory,
 )
 from lightning_gnnpipe.methods import flatten
-from lightning_gnnpipe.passing import replace_attributes
+from lightning_gnnpipe.passing import MessageContext, replace_attributes
 from lightning_gnnpipe.report import LayerNames
-from lightning_gnnpipe.selfcheck.compare import (
-    OF_GRADIENTS,
-    Gradients,
-    check_buffers,
-    check_structure,
-    difference_of,
-    gradient_difference,
-    gradients,
-    in_full,
-    refusing_errors,
-)
-from lightning_gnnpipe.selfcheck.trial import NO_CHECKPOINTS, LiveContext, NoRandomness, Run
+from lightning_gnnpipe.selfcheck.trial import LiveContext, deterministic
 from lightning_gnnpipe.stages import (
+    NUM_GRAPHS,
     Layers,
     Segment,
     draw_sample,
-    line_of_node,
+    restore_buffers,
     strip_root,
     undisturbed,
 )
-from lightning_gnnpipe.user_code import at
+from lightning_gnnpipe.user_code import at, line_of
 
 NUM_CHUNKS = 3
-_OF_CHUNKS = (
-    "Code outside of message passing must treat each node's row by itself. In a layer of your own "
-    "read rows of sources in message(self, x_j), not as x[row], and normalise with gcn_norm. Pass "
-    "degrees to forward, pool behind the last layer, or train with num_chunks=1."
-)
-_OF_BATCHES = (
-    "The model must treat each graph by itself. Normalise and pool with the batch vector, compare "
-    "graphs in training_step, or train with num_chunks=1."
-)
+
+# Relative to the norm of a tensor, and to the largest one of the layer: smaller ones are mostly
+# rounding, which may flip a rectifier in some rows of a gradient.
+_HALF = torch.bfloat16, torch.float16
+_OF_VALUES = {torch.float64: (1e-8, 1e-9), torch.float32: (1e-3, 1e-4)}
+_OF_VALUES |= dict.fromkeys(_HALF, (0.2, 0.02))
+_OF_GRADIENTS = {torch.float64: (1e-8, 1e-9), torch.float32: (5e-2, 1e-3)}
+_OF_GRADIENTS |= dict.fromkeys(_HALF, (0.3, 0.05))
 
 
 def check_layers(
@@ -75,31 +76,26 @@ def check_layers(
 
     `on_chunks`: compare chunks as well. `with_gradients`: compare gradients as well.
     """
-    sample = draw_sample(module, call, inputs)
-    small = replace(call, leaves=in_full(sample.leaves, module), num_nodes=None)
-    kinds = replace(
-        inputs,
-        num_nodes=sample.num_nodes,
-        edge_index=sample.edge_index,
-        edge_sizes=sample.edge_sizes,
-    )
-    device = sample.edge_index.device
-    assignment = torch.arange(kinds.num_nodes) % min(NUM_CHUNKS, kinds.num_nodes)
-    plan = plan_from_assignment(kinds.edge_index.cpu(), kinds.num_nodes, assignment)
-    plan = plan.with_edge_sets(kinds.edge_sizes).to(device)
-    with _small_run(module, device.type, with_gradients), _without_zeros(module):
-        if layers.whole is not None:
+    with _small_run(module, inputs.edge_index.device.type, with_gradients):
+        sample = draw_sample(module, call, inputs)
+        small = _in_full(replace(call, leaves=sample.leaves, num_nodes=None), module)
+        num_nodes, edge_index = sample.num_nodes, sample.edge_index
+        edge_sizes = sample.edge_sizes
+        kinds = replace(inputs, num_nodes=num_nodes, edge_index=edge_index, edge_sizes=edge_sizes)
+        assignment = torch.arange(num_nodes) % min(NUM_CHUNKS, num_nodes)
+        plan = plan_from_assignment(edge_index.cpu(), num_nodes, assignment)
+        plan = plan.with_edge_sets(edge_sizes).to(edge_index.device)
+        check = _Check(module, layers, small)
+        if call.held:  # forward reads them itself, so it does not run on a part of the graph
             with torch.no_grad():
-                _check_trace(module, layers, call)
-        before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        expected = layers.run_plain(module, small)
-        exact = gradients(flatten(expected), [*_trained(module), *_inputs(small)])
-        check_buffers(module, before)
-        check = _Chunks(module, layers, small, kinds, LiveContext(plan))
-        whole = check.run(plan.whole.chunks, expected, {})
-        run = check.run(plan.chunks, expected, check.values(whole)) if on_chunks else whole
-        if with_gradients and not any(_is_half(t) for t in (*_trained(module), *_inputs(small))):
-            check.compare_gradients(run, exact)
+                check.trace(_in_full(call, module))
+        else:
+            check.trace(small)
+        context = LiveContext(plan)
+        for chunks in (plan.whole.chunks, plan.chunks) if on_chunks else (plan.whole.chunks,):
+            planned = PlannedInputs(plan)
+            planned.load(small, kinds)
+            check.pieces(chunks, planned, context)
 
 
 def check_graphs(
@@ -116,45 +112,22 @@ def check_graphs(
     `in_parts`: compare two micro-batches as well; then BatchNorm uses its running statistics.
     `with_gradients`: compare gradients as well.
     """
-    sample = draw_sample(module, call, inputs)
-    assert sample.graphs is not None
-    small = replace(call, leaves=in_full(sample.leaves, module), slices={})
-    kinds = replace(inputs, num_nodes=sample.num_nodes, graphs=sample.graphs)
-    device = sample.graphs.graph_of_node.device.type
-    found, ends = find_layers(module), layers.segments[-1].ends
-    weights = _trained(module)
-    with (
-        _small_run(module, device, with_gradients),
-        refusing_errors("a few graphs of the batch", _OF_BATCHES),
-        ExitStack() as stack,
-    ):
-        if in_parts:
-            for norm in found.batch_norms.values():
-                stack.enter_context(replace_attributes(norm, {"training": False}))
-        before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        with intercept(found, NativeContext(1)):
-            result = small.run(module, small.leaves, sample.graphs.num_graphs)
-        expected = layers.pick_outputs(flatten(result))
-        check_structure(layers.rebuild_output(expected), result)
-        exact = gradients(expected, [*weights, *_inputs(small)])
-        check_buffers(module, before)
+    assert inputs.graphs is not None
+    device = inputs.graphs.graph_of_node.device.type
+    with ExitStack() as stack:
+        stack.enter_context(_small_run(module, device, with_gradients))
+        for norm in find_layers(module).batch_norms.values() if in_parts else ():
+            stack.enter_context(replace_attributes(norm, {"training": False}))
+        sample = draw_sample(module, call, inputs)
+        assert sample.graphs is not None
+        small = _in_full(replace(call, leaves=sample.leaves, slices={}), module)
+        kinds = replace(inputs, num_nodes=sample.num_nodes, graphs=sample.graphs)
+        check = _Check(module, layers, small, sample.graphs.num_graphs)
+        check.trace(small)
         for num_chunks in (1, 2) if in_parts else (1,):
             plan = plan_micro_batches(sample.graphs.work(), sample.graphs.sizes, num_chunks)
             context = NativeContext(plan.num_chunks)
-            with intercept(found, context):
-                run = Run(layers, BatchInputs(small, kinds, plan), plan.chunks, context)
-                ours = [run.rows(name) for name in layers.outputs]
-                grads = run.gradients(ours, weights, small.leaves)
-            for name, one, other in zip(layers.outputs, ours, expected, strict=True):
-                output = f"an output{at(line_of_node(ends[name]))}"
-                if one.shape != other.shape:
-                    shapes = f"shape {list(one.shape)} instead of {list(other.shape)}"
-                    raise _refuse_batch(f"{shapes} of {output}")
-                if (size := difference_of(one, other)) is not None:
-                    raise _refuse_batch(f"a difference of {size:.2g} in {output}")
-            size = gradient_difference(zip(grads, exact, strict=True))
-            if size is not None:
-                raise _refuse_batch(f"a difference of {size:.2g} in a gradient")
+            check.pieces(plan.chunks, BatchInputs(small, kinds, plan), context)
 
 
 def norms_without_batch(layers: Layers) -> set[str]:
@@ -168,81 +141,167 @@ def norms_without_batch(layers: Layers) -> set[str]:
     return found
 
 
-class _Chunks:
-    """Compares runs over the chunks of a small graph, and names the layer where they differ."""
+class _Words(NamedTuple):
+    part: str
+    both: str
+    remedy: str
+
+
+_OF_CHUNKS = _Words(
+    "a chunk of the graph",
+    "on chunks as on the whole of a small graph",
+    "Code outside of message passing must treat each node's row by itself. In a layer of your own "
+    "read rows of sources in message(self, x_j), not as x[row], and normalise with gcn_norm. Pass "
+    "degrees to forward, pool behind the last layer, or train with num_chunks=1.",
+)
+_OF_BATCHES = _Words(
+    "a few graphs of the batch",
+    "on micro-batches as on the whole batch",
+    "The model must treat each graph by itself. Normalise and pool with the batch vector, compare "
+    "graphs in training_step, or train with num_chunks=1.",
+)
+
+
+class _Plain(NamedTuple):
+    """A layer of the plain module on the sample."""
+
+    segment: Segment
+    given: dict[str, Any]
+    sources: list[Tensor]  # weights, and those of `given` that need gradients
+    outputs: list[Tensor]
+    gradients: list[Tensor | None]  # of `sources`
+
+
+class _Check:
+    """Compares the layers of a module with the module; `num_graphs`: None for one graph."""
 
     def __init__(
-        self, module: nn.Module, layers: Layers, call: Call, kinds: Inputs, context: LiveContext
+        self, module: nn.Module, layers: Layers, call: Call, num_graphs: int | None = None
     ) -> None:
-        self._module, self._layers, self._call, self._context = module, layers, call, context
-        self._names, self._found = LayerNames(module), find_layers(module)
-        context.leaves = self._inputs = PlannedInputs(context.all_chunks)
-        self._inputs.load(call, kinds)
-        rows = {name for name, value in layers.values.items() if value.kind is Kind.NODE}
-        self._segment_of: dict[str, Segment] = {}  # of each value of nodes, and each output
-        for segment in layers.segments:
-            for name in segment.outputs:
-                if name in rows or name in layers.outputs:
-                    self._segment_of.setdefault(name, segment)
+        self._module, self._layers, self._call = module, layers, call
+        self._num_graphs, self._found = num_graphs, find_layers(module)
+        self._leaves = set(self._named(call))
+        self._words = _OF_CHUNKS if num_graphs is None else _OF_BATCHES
 
-    def run(self, chunks: Sequence[Chunk], output: object, values: Mapping[str, Tensor]) -> Run:
-        """Run all layers; compare with `values`, then with the module's `output`."""
-        with refusing_errors("a chunk of the graph", _OF_CHUNKS):
-            with intercept(self._found, self._context):
-                run = Run(self._layers, self._inputs, chunks, self._context)
-                ours = self.values(run)
-            for name, exact in values.items():  # on a GPU, an index error is met here
-                self._compare(name, ours[name], exact)
-        found = self._output(run)
-        check_structure(found, output)
-        for one, exact in zip(flatten(found), flatten(output), strict=True):
-            place = next((name for name in self._layers.outputs if ours[name] is one), None)
-            self._compare(place or self._layers.outputs[-1], one, exact)
-        return run
+    def trace(self, call: Call) -> None:
+        """Compare all layers, without chunks, with the module's own method on `call`."""
+        module, layers = self._module, self._layers
+        wanted = [*_trained(module), *filter(_needs_grad, call.leaves)]
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        values, context = self._named(call), NativeContext(1)
+        with intercept(self._found, context):
+            result = call.run(module, call.leaves, self._num_graphs)
+            exact = flatten(result)
+            exact_grads = _gradients(exact, wanted)
+            _check_buffers(module, buffers)
+            unread = unread_after(layers.segments, layers.outputs)
+            run_segments(layers.segments, values, None, context, unread=unread)
+        output = layers.rebuild_output([values[name] for name in layers.outputs], call.leaves)
+        _check_structure(output, result)
+        ours = flatten(output)
+        size = _difference(zip(ours, exact, strict=True), _OF_VALUES)
+        if size is None:
+            grads = zip(_gradients(ours, wanted), exact_grads, strict=True)
+            size = _difference(grads, _OF_GRADIENTS)
+        if size is not None:
+            raise UnsupportedError(
+                expected="the traced or listed layers to compute the same as forward",
+                found=f"a difference of {size:.2g}",
+                remedy="Pass the tensors that forward reads as arguments, or train with "
+                "num_chunks=1.",
+            )
 
-    def values(self, run: Run) -> dict[str, Tensor]:
-        """Return the values of nodes, and the outputs, of all layers."""
-        return {name: run.rows(name) for name in self._segment_of}
+    def pieces(
+        self, pieces: Sequence[Any], inputs: PassInputs, context: MessageContext | NativeContext
+    ) -> None:
+        """Compare each layer on all `pieces`, chunks or micro-batches, with the plain one."""
+        context.leaves = inputs
+        for segment, given, sources, outputs, gradients in self._plain_layers:
+            parts = [self._part(given, piece, inputs) for piece in pieces]
+            with self._refusing_errors():
+                with intercept(self._found.within([segment.module]), context):
+                    for piece, part in zip(pieces, parts, strict=True):
+                        run_segments([segment], part, piece, context)
+                ours = [self._rows(name, pieces, parts, inputs) for name in segment.outputs]
+                beside = [one for name, one in given.items() if name not in self._leaves]
+                size = _difference(zip(ours, outputs, strict=True), _OF_VALUES, beside)
+            self._refuse_if("values", segment, size)  # on a GPU, index errors are met above
+            grads = zip(_gradients(ours, sources), gradients, strict=True)
+            self._refuse_if("gradients", segment, _difference(grads, _OF_GRADIENTS))
 
-    def compare_gradients(self, run: Run, exact: Gradients) -> None:
-        """Compare the gradients of weights, last layers first, then of the inputs."""
-        layers, weights = self._layers, _trained(self._module)
-        ours = run.gradients(flatten(self._output(run)), weights, self._call.leaves)
-        pairs = list(zip(ours, exact, strict=True))
-        of_weight = dict(zip(map(id, weights), pairs, strict=False))
-        parts = [
-            (segment, [of_weight[id(p)] for p in _trained(segment.module)])
-            for segment in reversed((*layers.segments, *filter(None, [layers.head])))
-        ]  # a wrong gradient spreads to earlier layers
-        for segment, some in (*parts, (layers.segments[0], pairs[len(weights) :])):
-            if (size := gradient_difference(some)) is not None:
-                raise self._refuse("gradients", segment, size)
+    @cached_property
+    def _plain_layers(self) -> list[_Plain]:
+        """The layers of the plain module, run one by one on values that the earlier ones return."""
+        found, values, context = list[_Plain](), self._named(self._call), NativeContext(1)
+        for segment in self._layers.segments:
+            given = {name: values[name] for name in segment.inputs}
+            sources = [*_trained(segment.module), *filter(_needs_grad, given.values())]
+            local = {n: one.clone() if _needs_grad(one) else one for n, one in given.items()}
+            with intercept(self._found.within([segment.module]), context):
+                run_segments([segment], local, None, context)
+            outputs = [local[name] for name in segment.outputs]
+            gradients = _gradients(outputs, sources)
+            found.append(_Plain(segment, given, sources, outputs, gradients))
+            for name in set(segment.outputs) - self._leaves:
+                values[name] = local[name].detach().requires_grad_(local[name].requires_grad)
+        return found
 
-    def _output(self, run: Run) -> Any:
-        rows = [run.rows(name) for name in self._layers.outputs]
-        return self._layers.rebuild_output(rows, self._call.leaves)
+    def _part(self, given: Mapping[str, Any], piece: Any, inputs: PassInputs) -> dict[str, Any]:
+        """Return a piece of each value; of those that need gradients, as autograd sees it."""
+        plain = {n for n, one in given.items() if n in self._leaves and not _needs_grad(one)}
+        parts = inputs.slice(piece, plain)
+        for name in given.keys() - plain:
+            value, dim = self._layers.values[name], self._layers.values[name].nodes_in or 0
+            is_whole = value.row_kind is None
+            places = None if is_whole else inputs.places(piece, value)
+            parts[name] = given[name] if is_whole else given[name].index_select(dim, places)
+        return parts
 
-    def _compare(self, name: str, ours: Tensor, exact: Tensor) -> None:
-        if (size := difference_of(ours, exact)) is not None:
-            raise self._refuse("values", self._segment_of[name], size)
+    def _named(self, call: Call) -> dict[str, Any]:
+        """Return the leaves of `call`, and the number of graphs, by the names in the trace."""
+        named: dict[str, Any] = {f"leaf_{slot}": leaf for slot, leaf in enumerate(call.leaves)}
+        return named if self._num_graphs is None else named | {NUM_GRAPHS: self._num_graphs}
 
-    def _refuse(self, what: str, segment: Segment, size: float) -> UnsupportedError:
-        layer = self._names.of(segment)
-        return UnsupportedError(
-            expected=f"the model to compute the same {what} on chunks as on the whole of a small "
-            "graph",
-            found=f"a difference of {size:.2g} that begins in or next to layer '{layer}'",
-            remedy=_OF_CHUNKS,
-        )
+    def _rows(
+        self, name: str, pieces: Sequence[Any], parts: Sequence[Mapping[str, Any]], inputs: Any
+    ) -> Tensor:
+        """Return a value of all pieces in the user's order; it is differentiable."""
+        value = self._layers.values[name]
+        rows = torch.cat([one[name] for one in parts])
+        places = torch.cat([inputs.places(piece, value) for piece in pieces])
+        return rows.new_zeros(inputs.num_places(value), *rows.shape[1:]).index_copy(0, places, rows)
+
+    def _refuse_if(self, what: str, segment: Segment, size: float | None) -> None:
+        if size is not None:
+            layer = LayerNames(self._module).of(segment)
+            raise UnsupportedError(
+                expected=f"the model to compute the same {what} {self._words.both}",
+                found=f"a difference of {size:.2g} that begins in or next to layer '{layer}'",
+                remedy=self._words.remedy,
+            )
+
+    @contextmanager
+    def _refusing_errors(self) -> Iterator[None]:
+        """Refuse a model that fails within the block."""
+        try:
+            yield
+        except (UnsupportedError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # what user code raises on a part of the graph
+            raise UnsupportedError(
+                expected=f"the model to run on {self._words.part}",
+                found=f"{type(error).__name__}: {first_line(error)}{at(line_of(error))}",
+                remedy=self._words.remedy,
+            ) from error
 
 
 @contextmanager
 def _small_run(module: nn.Module, device: str, with_gradients: bool) -> Iterator[None]:
-    """Run without random numbers, and leave the module as it was."""
+    """Run without random numbers and zeros, and leave the module as it was."""
     with (
         undisturbed(module),
-        NoRandomness(),
-        replace_attributes(*NO_CHECKPOINTS),
+        deterministic(),
+        _without_zeros(module),
         without_memory(find_convs(module)),
         torch.autocast(device, enabled=False),
         torch.set_grad_enabled(with_gradients),
@@ -252,47 +311,137 @@ def _small_run(module: nn.Module, device: str, with_gradients: bool) -> Iterator
 
 @contextmanager
 def _without_zeros(module: nn.Module) -> Iterator[None]:
-    """Open gates within the block: weights that are all 0 would hide what they multiply."""
-    closed = [p for p in module.parameters() if p.is_floating_point() and not p.any()]
-    for weight in closed:
-        weight.data.copy_(torch.linspace(0.5, 1, weight.numel()).view(weight.shape))
+    """Replace weights and buffers that are all 0 within the block: they hide what they multiply."""
+    statistics = _statistics(module)
+    held = [one for one in (*module.parameters(), *module.buffers()) if id(one) not in statistics]
+    dense = [one for one in held if one.is_floating_point() and one.layout is torch.strided]
+    zeros = [(one, one.data) for one in dense if not one.any()]
+    for one, old in zeros:
+        one.data = torch.linspace(0.5, 1, one.numel()).view(one.shape).to(old)
     try:
         yield
     finally:
-        for weight in closed:
-            weight.data.zero_()
+        for one, old in zeros:
+            one.data = old
 
 
-def _check_trace(module: nn.Module, layers: Layers, call: Call) -> None:
-    """Compare the trace with forward on the whole graph: forward does not run on a part of it."""
-    args, kwargs = call.arguments
-    expected = flatten(getattr(module, call.method)(*args, **kwargs))
-    for ours, theirs in zip(flatten(layers.run_plain(module, call)), expected, strict=True):
-        if (size := difference_of(ours, theirs)) is not None:
-            raise UnsupportedError(
-                expected="forward to compute the same as its trace by torch.fx",
-                found=f"a difference of {size:.2g}",
-                remedy="Pass the tensors that forward reads as arguments, or train with "
-                "num_chunks=1.",
-            )
+def _statistics(module: nn.Module) -> set[int]:
+    """Return ids of the running statistics of norms."""
+    found = find_layers(module)
+    norms = (*found.norms.values(), *found.batch_norms.values())
+    return {id(buffer) for norm in norms for buffer in norm.buffers()}
+
+
+def _in_full(call: Call, module: nn.Module) -> Call:
+    """Cast half-precision leaves to float32 if weights are float32: the check has no autocast."""
+    if not any(p.dtype == torch.float32 for p in module.parameters()):
+        return call
+    is_half = [leaf.dtype in _HALF for leaf in call.leaves]
+    leaves = [
+        leaf.detach().float().requires_grad_(leaf.requires_grad) if half else leaf
+        for leaf, half in zip(call.leaves, is_half, strict=True)
+    ]
+    return replace(call, leaves=tuple(leaves))
 
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if p.requires_grad]
 
 
-def _inputs(call: Call) -> list[Tensor]:
-    return [leaf for leaf in call.leaves if leaf.requires_grad]
+def _needs_grad(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
-def _is_half(tensor: Tensor) -> bool:
-    """Whether gradients over many layers are mostly rounding."""
-    return tensor.dtype.to_real() not in OF_GRADIENTS
+def _difference(
+    pairs: Iterable[tuple[Tensor | None, Tensor | None]],
+    tolerances: Mapping[torch.dtype, tuple[float, float]],
+    beside: Iterable[Tensor] = (),
+) -> float | None:
+    """Return the norm of the first difference that is more than rounding, or None.
+
+    The second of a pair is exact; None is zero. `beside`: tensors that the pairs are computed from.
+    """
+    both = [(_filled(a, b), _filled(b, a)) for a, b in pairs]
+    if any(ours.shape != exact.shape for ours, exact in both):
+        return float("inf")
+    finite = [(a[b.isfinite()], b[b.isfinite()]) for a, b in both]  # skip NaN of the module
+    norms = [_norm(exact) for _, exact in finite]
+    largest = max([*norms, *map(_norm, beside)], default=0.0)
+    for (ours, exact), norm in zip(finite, norms, strict=True):
+        difference = _norm(ours.double() - exact.double())
+        of_norm, of_largest = tolerances.get(exact.dtype, (0.0, 0.0))
+        if not difference <= of_norm * norm + of_largest * largest:
+            return difference
+    return None
 
 
-def _refuse_batch(found: str) -> UnsupportedError:
-    return UnsupportedError(
-        expected="the model to compute the same on micro-batches as on the whole batch",
-        found=found,
-        remedy=_OF_BATCHES,
-    )
+def _norm(tensor: Tensor) -> float:
+    return float(_as_real(tensor).double().norm())
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    """Return `tensor` as a dense, real tensor; complex numbers become pairs."""
+    tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _filled(tensor: Tensor | None, other: Tensor | None) -> Tensor:
+    if tensor is not None:
+        return _as_real(tensor)
+    return torch.zeros(()) if other is None else torch.zeros_like(_as_real(other))
+
+
+def _gradients(roots: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return gradients of `wanted` for the same gradients of `roots` in each run; None for zero."""
+    ends = [(root, _given(root, i)) for i, root in enumerate(roots) if root.requires_grad]
+    needed = [tensor for tensor in wanted if tensor.requires_grad]
+    if not ends or not needed:
+        return [None] * len(wanted)
+    starts, numbers = [root for root, _ in ends], [given for _, given in ends]
+    found = torch.autograd.grad(starts, needed, numbers, retain_graph=True, allow_unused=True)
+    by_tensor = dict(zip(map(id, needed), found, strict=True))
+    return [by_tensor.get(id(tensor)) for tensor in wanted]
+
+
+def _given(end: Tensor, index: int) -> Tensor:
+    """Return numbers shaped like `end` that differ in each element, and on average in each chunk.
+
+    Chunks hold the nodes in turn. A mean over the nodes of one differs from the mean over all.
+    """
+    places = torch.arange(end.numel(), dtype=torch.float64, device=end.device)
+    nodes = places.div(max(end[:1].numel(), 1) if end.dim() else 1, rounding_mode="floor")
+    return ((places.square() + index).cos() + nodes % NUM_CHUNKS - 1).view(end.shape).to(end.dtype)
+
+
+def _check_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:
+    """Refuse a forward that changed buffers outside of norms; restore all from `before`."""
+    known, named = _statistics(module), module.named_buffers()
+    changed = [n for n, b in named if id(b) not in known and not torch.equal(b, before[n])]
+    restore_buffers(module, before)
+    if changed:
+        raise UnsupportedError(
+            expected="a forward pass that changes no buffer of the pipelined module",
+            found=f"a change of {', '.join(changed)}",
+            remedy="Running statistics and power iterations would be updated once per chunk. "
+            "Replace the layer, or train with num_chunks=1.",
+        )
+
+
+def _check_structure(ours: Any, theirs: Any) -> None:
+    """Refuse layers whose output structure differs from forward's."""
+    found, expected = _structure(ours), _structure(theirs)
+    if found != expected:
+        raise UnsupportedError(
+            expected=f"'pipeline_layers' to return what forward returns: {expected}",
+            found=str(found),
+            remedy="End 'pipeline_layers' with the outputs of forward.",
+        )
+
+
+def _structure(output: Any) -> Any:
+    """Return `output` with "tensor" in place of each tensor."""
+    if isinstance(output, Mapping):
+        return {key: _structure(item) for key, item in output.items()}
+    if isinstance(output, list | tuple):
+        return [_structure(item) for item in output]
+    return "tensor" if isinstance(output, Tensor) else repr(output)

@@ -61,7 +61,6 @@ def cut_module(
             _cut(graph, module, inputs, run, is_cut),
             trace=text,
             weights={f"leaf_{slot}": name for slot, name in call.weights.items()},
-            whole=fx.GraphModule(root_of(module), graph) if call.held else None,
         )
         if repeats and not samples[0].is_whole:
             return find_repeatable(layers, run, served)

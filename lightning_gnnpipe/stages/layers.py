@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from lightning_gnnpipe.calls import Call, Kind
+from lightning_gnnpipe.calls import Kind
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.stages.find import calls_passing
 from lightning_gnnpipe.stages.mixing import (
@@ -69,11 +69,6 @@ class Layers:
     trace: str = ""  # text of the traced graph
     head: Segment | None = None  # computes the model's output from `outputs` and leaves
     weights: Mapping[str, str] = field(default_factory=dict)  # names of parameters, by their leaf
-    whole: fx.GraphModule | None = None  # runs on all leaves, if some of them are no arguments
-
-    def run_plain(self, module: nn.Module, call: Call) -> Any:
-        """Run `module` on the leaves of `call`, or the trace if it reads more than arguments."""
-        return call.run(module, call.leaves) if self.whole is None else self.whole(*call.leaves)
 
     def read_leaves(self) -> set[int]:
         """Return the numbers of the leaves that a layer reads or the model returns."""
@@ -103,13 +98,6 @@ class Layers:
         if self.head.has_inplace:
             given = [one.clone() if one.is_floating_point() else one for one in given]
         return _thaw(self.head.module(*given))
-
-    def pick_outputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return one tensor per name in `outputs`; the flat output may repeat a tensor."""
-        names: list[str] = []
-        fx.node.map_arg(self.output_template, lambda node: names.append(node.name))
-        by_name = dict(zip(names, tensors, strict=True))
-        return [by_name[name] for name in self.outputs]
 
 
 def cut_layers(

@@ -84,7 +84,7 @@ NO_BATCH = "it is called without a batch vector"
             "would be updated once per micro-batch",
             False,
         ),
-        (Centered(nn.Identity()), "the same on micro-batches as on the whole batch", True),
+        (Centered(nn.Identity()), "the same values on micro-batches as on the whole batch", True),
         (Total(nn.Identity()), "one row per node, edge or graph", False),
     ],
 )

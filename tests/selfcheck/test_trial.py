@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric import nn as gnn
 
-from lightning_gnnpipe.selfcheck.trial import NoRandomness
+from lightning_gnnpipe.selfcheck.trial import deterministic
 from tests.batches.test_batches import on_engine, run
 from tests.helpers.batches import NUM_FEATURES, SIZES, WIDTH, draw_batch
 
@@ -27,12 +27,13 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
     "TransformerEncoderLayer": lambda: ENCODER(X),
     "LSTM": lambda: LSTM(X)[0],
     "GRU": lambda: GRU(X)[0],
-    "a choice": lambda: torch.multinomial(X[0].exp(), 2).float(),
+    "a choice": lambda: torch.multinomial(X[0].exp(), 2) + 1.0,
     "gumbel": lambda: F.gumbel_softmax(X, hard=True),
     "exponential": lambda: torch.empty(4).exponential_(),
     "poisson": lambda: torch.poisson(X.exp()),
     "normal": lambda: torch.normal(0.0, 1.0, size=(4,)),
     "a generator": lambda: torch.randn(4, generator=OWN),
+    "rrelu": lambda: F.rrelu(X, training=True),
 }
 
 
@@ -40,8 +41,12 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
 def test_two_runs_are_the_same(name: str) -> None:
     draw = DRAWS[name]
     assert not torch.equal(draw(), draw())
-    with NoRandomness():
+    state = OWN.get_state()
+    with deterministic():
         assert torch.equal(draw(), draw())
+        assert draw().any()  # and hides nothing
+        assert torch.equal(F.dropout(X, 0.3), X)
+    assert torch.equal(OWN.get_state(), state)
 
 
 class Attends(nn.Module):
