@@ -150,9 +150,9 @@ class _Words(NamedTuple):
 _OF_CHUNKS = _Words(
     "a chunk of the graph",
     "on chunks as on the whole of a small graph",
-    "Code outside of message passing must treat each node's row by itself. In a layer of your own "
-    "read rows of sources in message(self, x_j), not as x[row], and normalise with gcn_norm. Pass "
-    "degrees to forward, pool behind the last layer, or train with num_chunks=1.",
+    "A chunk sees other nodes only in messages. In a layer of your own write x_j, d_i and d_j in "
+    "message(self, x_j, d_i, d_j) for x[row], d[col] and d[row], or gcn_norm(edge_index, None, "
+    "x.size(0)). Pass degrees to forward, pool behind the last layer, or train with num_chunks=1.",
 )
 _OF_BATCHES = _Words(
     "a few graphs of the batch",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -94,7 +94,8 @@ def _graphs(batch: Any) -> Iterator[Any]:
             yield from _graphs(item)
 
 
-class Facts(NamedTuple):
+@dataclass(frozen=True)
+class Facts:
     """Facts of a step on one rank; `agree` merges the last four."""
 
     batch: int  # fingerprint
@@ -112,16 +113,15 @@ def agree(transport: Transport, own: Facts, *, is_training: bool, is_uneven: boo
     what = f"{'train' if is_training else 'evaluate'} the pipelined module"
     over = transport if is_uneven else transport.everyone
     with transport.meter.paused():
-        ranks = over.meet(what, list(map(int, own._replace(loss=loss_bits))))
+        ranks = over.meet(what, list(map(int, astuple(replace(own, loss=loss_bits)))))
     size = transport.world.replica_size
     for start in range(0, len(ranks), size):
         _compare(ranks[start : start + size])
     _, _, _, lost, inputs, sizes, traced = zip(*ranks, strict=True)
     # Tensors computed on each rank may differ in their last bits.
     shared = inputs[0] if len(set(inputs)) == 1 else fold(inputs)
-    return own._replace(
-        is_lost=any(lost), input=shared, num_bytes=max(sizes), is_traced=any(traced)
-    )
+    merged = {"is_lost": any(lost), "num_bytes": max(sizes), "is_traced": any(traced)}
+    return replace(own, input=shared, **merged)
 
 
 def _compare(ranks: Sequence[Sequence[int]]) -> None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from lightning_gnnpipe.chunks import synchronize
+from lightning_gnnpipe.chunks.costs import now
 from lightning_gnnpipe.codecs import Codec
 from lightning_gnnpipe.codecs.codec import get_codec
 
@@ -63,12 +62,10 @@ def measure(
     times: dict[str, list[float]] = {what: [] for what in works}
     for number in range(rounds + 1):
         for what, work in works.items():
-            synchronize(device)
-            start = time.perf_counter()
+            start = now()
             work()
-            synchronize(device)
             if number:  # the first round warms up
-                times[what].append((time.perf_counter() - start) * 1e9 / x.numel())
+                times[what].append((now() - start) * 1e9 / x.numel())
     ns = {what: statistics.median(found) for what, found in times.items()}
     return ns["copy"], {name: (ns[f"{name} encode"], ns[f"{name} decode"]) for name in NAMES}
 
