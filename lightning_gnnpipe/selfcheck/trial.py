@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_gnnpipe._compat_torch import DispatchMode
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
 from lightning_gnnpipe.passing import (
@@ -90,7 +90,7 @@ class _NoCheckpoint:
 def deterministic() -> Iterator[None]:
     """Run without random numbers, and without kernels that draw some themselves."""
     with (
-        NoRandomness(),
+        NoRandomness(),  # type: ignore[no-untyped-call]
         replace_attributes(checkpoint, {"CheckpointFunction": _NoCheckpoint}),
         sdpa_kernel(SDPBackend.MATH),
         torch.backends.cudnn.flags(enabled=False),
@@ -98,7 +98,7 @@ def deterministic() -> Iterator[None]:
         yield
 
 
-class NoRandomness(TorchDispatchMode):
+class NoRandomness(DispatchMode):  # type: ignore[no-untyped-call]
     """Makes random numbers constants, not 0, and dropout the identity in forward."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
