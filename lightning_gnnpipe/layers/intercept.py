@@ -67,7 +67,7 @@ class Intercepted:
         return [*named.values(), *(block for block, _ in self.blocks)]
 
     def within(self, called: Iterable[nn.Module]) -> Intercepted:
-        """Return those of the layers that are parts of `called`: a head sees all rows."""
+        """Return the layers that are parts of `called`: a head sees all rows."""
         inner = {id(part) for one in called for part in one.modules()}
         convs, norms, batch_norms = (
             {name: m for name, m in named.items() if id(m) in inner}

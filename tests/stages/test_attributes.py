@@ -266,7 +266,7 @@ def test_a_part_whose_option_has_changed_is_checked_again() -> None:
     net.extra = Gate()
     engine.forward(inputs, {})
     net.extra._is_open = True
-    with pytest.raises(UnsupportedError, match="treat each"):
+    with pytest.raises(UnsupportedError, match="sees other nodes only in messages"):
         engine.forward(inputs, {})
 
 
