@@ -131,7 +131,7 @@ class BatchPasses:
     def training(self, mode: Mode, call: Call, inputs: Inputs, codecs: Codecs) -> TrainingPass:
         """Return the training pass over the batch."""
         spec = self._open(mode, call, inputs, is_training=True, codecs=codecs)
-        return TrainingPass(spec, None, self._model, is_exact=codecs.is_exact)
+        return TrainingPass(spec, None, self._model, mode, is_exact=codecs.is_exact)
 
     def run_exact(self, mode: Mode, call: Call, inputs: Inputs) -> tuple[list[Tensor], bool]:
         """Return the outputs of a pass without gradients, `[num_rows, *]`, on every rank.

@@ -46,6 +46,8 @@ class KnownKinds(dict[str, tuple[Kind, int]]):
 
     def classify(self, call: Call) -> Inputs:
         """Like `classify`; names and shapes tell all of a call on one graph."""
+        if call.has_graphs:  # the batch vector tells
+            return classify(call, self)
         form = call.signature, call.num_nodes, tuple([(t.shape, t.dtype) for t in call.leaves])
         alike = self._forms.get(form)
         if alike is not None:
@@ -55,7 +57,7 @@ class KnownKinds(dict[str, tuple[Kind, int]]):
         if inputs.graphs is None and Kind.NODE in inputs.kinds:  # or the batch was counted
             if len(self._forms) >= _MOST_FORMS:
                 del self._forms[next(iter(self._forms))]
-            self._forms[form] = replace(inputs, edge_index=inputs.edge_index[:, :0])
+            self._forms[form] = replace(inputs, edge_index=inputs.edge_index.new_empty((2, 0)))
         return inputs
 
 

@@ -188,6 +188,7 @@ class PipelineEngine:
         finally:
             if key is not None:
                 self.identity.end_pass()
+                self.model.end_pass()
 
     def _is_training(self) -> bool:
         return torch.is_grad_enabled() and self.options.is_fitting
@@ -284,7 +285,7 @@ class PipelineEngine:
             self._passes.refresh(call, inputs, own, key)
         is_exact = is_exact or (own.graph.plan.num_chunks == 1 and self._passes.sends_exactly)
         spec = self._passes.open_training(mode, own, is_exact=is_exact)
-        running = TrainingPass(spec, own.store, self.model, is_exact=is_exact)
+        running = TrainingPass(spec, own.store, self.model, mode, is_exact=is_exact)
         if not is_exact and self.model.intercepted.norms:
             self.statistics.note_pipelined(self.model.intercepted.norms)
         own.inputs.load(call, inputs, key.leaves)

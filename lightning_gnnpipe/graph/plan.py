@@ -47,13 +47,6 @@ class ChunkPlan:
         return self if self.shard is None else self.shard.globe
 
     @property
-    def first_slot(self) -> int:
-        """The slot of this plan's first edge in `globe`."""
-        if self.shard is None:
-            return 0
-        return self.globe.chunks[self.shard.index * self.shard.num_chunks].edge_start
-
-    @property
     def num_rows(self) -> int:
         """Rows of a history: nodes, then ghosts of other shards."""
         return self.num_nodes + (0 if self.shard is None else self.shard.ghosts.numel())

@@ -88,8 +88,9 @@ def _of_the_batch(
         whole, edges = context.whole_leaf(weight), at.whole.edge_index
         if weight is not None and whole is None:
             return None
-        part = context.edges.part(at, key, weight, whole, lambda: function(edges, whole))
-        at.parts[key] = part
+        if part is None or part.of.source is not whole:  # a copy beside code in place is no news
+            part = context.edges.part(at, key, weight, whole, lambda: function(edges, whole))
+            at.parts[key] = part
     return part.edges, part.values
 
 

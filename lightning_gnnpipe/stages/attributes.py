@@ -12,7 +12,7 @@ import copy
 import random
 import re
 from argparse import Namespace
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -49,6 +49,18 @@ class State(NamedTuple):
     of_users: tuple[tuple[Any, ...], ...]  # of modules of the user's own classes that run so
     rates: tuple[tuple[Any, ...], ...]  # of dropout in modules that run as they are
 
+    def changed_in_parts(self, before: State) -> set[tuple[str, str]]:
+        """Return path and name of attributes that differ, of modules that run as they are."""
+        states = [(*s.of_called, *s.of_users, *s.rates) for s in (before, self)]
+        old, now = ({one[:2]: one[2:] for one in several} for several in states)
+        return {key for key in now | old if now.get(key) != old.get(key)}
+
+    def without(self, names: Collection[tuple[str, str]]) -> State:
+        """Return the state without attributes of modules that run as they are."""
+        parts = (self.of_called, self.of_users, self.rates)
+        kept = (tuple([one for one in part if one[:2] not in names]) for part in parts)
+        return State(self.parts, self.is_grad_enabled, self.plain, *kept)
+
     def changed(self, before: State) -> list[str]:
         """Return the names of plain attributes that differ."""
         states = [(*s.plain, *s.of_called, *s.of_users, *s.rates) for s in (before, self)]
@@ -71,6 +83,11 @@ class Guard:
         self._modules = list[nn.Module]()
         self._owners = list[nn.Module]()
         self._named = list[tuple[str, nn.Module, int]]()
+        self._left = set[tuple[str, str]]()
+
+    def leave(self, names: Collection[tuple[str, str]]) -> None:
+        """Let attributes, by path and name, of modules that run as they are, change from now on."""
+        self._left |= set(names)
 
     def state(self) -> State:
         modules = list(self._module.modules())
@@ -89,7 +106,7 @@ class Guard:
             for name, value in vars(one).items():
                 if name in _OF_TORCH or (place == 1 and name[0] == "_") or name == RUNNING_HOOK:
                     continue
-                if place and value is None:  # a layer may put a result there
+                if place and (value is None or (path, name) in self._left):  # its own result
                     continue
                 is_read = isinstance(value, _HOLDERS) or (not place and isinstance(value, Tensor))
                 if is_read or type(value) in _KINDS or isinstance(value, np.generic):

@@ -135,6 +135,7 @@ class PipelinedModel:
         self._held, self._guard = HeldTensors(module), Guard(module)
         self.staged = StagedWeights(transport)  # the weights that only their stages hold
         self.is_due = False  # whether a rank has to trace the next call, so that all do
+        self._is_new = False  # no pass has run since the last trace
         self.is_accumulating = False  # if so, replicas do not average gradients
 
     @property
@@ -189,8 +190,9 @@ class PipelinedModel:
             for training in (True, False):
                 with switched(self.module, training), torch.set_grad_enabled(training):
                     self._trace(call, inputs)
-        options = self._options_number()  # collective
-        for one in [key for key, mode in self._modes.items() if not mode.options]:
+        key = self._trace(call, inputs)  # maybe under a new key
+        options = self._options_number(self._modes[key])  # collective
+        for one in [one for one, mode in self._modes.items() if not mode.options or one == key]:
             self._modes[one] = replace(self._modes[one], options=options)
         lengths = {len(mode.layers.segments) for mode in self._modes.values()}
         if len(lengths) > 1:
@@ -202,17 +204,27 @@ class PipelinedModel:
                 "training_step, not in forward. Or name one method with GNNPipeStrategy("
                 "pipelined_module='net.encode'): what else is called runs whole on each device.",
             )
-        return self._trace(call, inputs)  # maybe under a new key
+        self._is_new = True
+        return key
 
-    def _options_number(self) -> int:
-        """Return one fingerprint for all modes: attributes and weight shapes."""
+    def end_pass(self) -> None:
+        """Leave attributes that the first pass of a trace has changed, such as counters, alone."""
+        if self._is_new and self._modes:
+            self._is_new = False
+            counters = self._guard.state().changed_in_parts(next(reversed(self._modes))[1])
+            if counters:
+                self._guard.leave(counters)
+                modes = self._modes.items()
+                self._modes = {(call, s.without(counters)): mode for (call, s), mode in modes}
+
+    def _options_number(self, mode: Mode) -> int:
+        """Return rank 0's number of the attributes and weight shapes that `mode` was made for."""
         shapes = [(tuple(p.shape), p.dtype) for p in self.module.parameters()]
-        own = text_fingerprint(repr((self._guard.state().text, shapes)))
+        own = mode.options or text_fingerprint(repr((self._guard.state().text, shapes)))
         return self._transport.broadcast_object(own)  # some options differ between processes
 
-    def gradient_sums(self) -> GradientSums:
-        """Return the sums for one pass of the mode that was used last."""
-        mode = next(reversed(self._modes.values()))
+    def gradient_sums(self, mode: Mode) -> GradientSums:
+        """Return the sums for one pass in `mode`."""
         users = {name: one for name, one in mode.users.items() if name not in self._of_head}
         return GradientSums(self.module, users, self._transport, self.staged)
 

@@ -19,7 +19,7 @@ from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.layers import intercept
 from lightning_gnnpipe.passing import CallKey
 from lightning_gnnpipe.staleness import HistoryStore, Staleness, StalenessRecorder
-from lightning_gnnpipe.steps.model import PipelinedModel
+from lightning_gnnpipe.steps.model import Mode, PipelinedModel
 from lightning_gnnpipe.steps.step_context import Controls
 
 
@@ -51,12 +51,13 @@ class TrainingPass:
         spec: PassSpec,
         store: HistoryStore | None,
         model: PipelinedModel,
+        mode: Mode,
         *,
         is_exact: bool,
     ) -> None:
         self._spec, self._store, self._model = spec, store, model
         self._step = Step(spec)
-        self._sums = model.gradient_sums()
+        self._sums = model.gradient_sums(mode)
         self._is_done = False
         self.is_exact = is_exact
 

@@ -233,7 +233,7 @@ class EngineHost:
             if not self.is_staged or not is_empty:
                 raise
             raise UnsupportedError(
-                "The loss reads weights of the pipelined module, of which this rank holds some.\n"
+                "The loss may read weights of the pipelined module: this rank holds some of them.\n"
                 "Write weight_decay=... in the optimizer, or GNNPipeStrategy(weights='whole').\n"
                 "Read weights, without gradients, in `with self.trainer.strategy.gathered():`."
             ) from error

@@ -306,3 +306,33 @@ def test_progress_of_training_is_refused_in_forward(how: Any, found: str | None)
     with refused:
         trainer.fit(module, loader)
     assert found or module.trainer is trainer
+
+
+class Counts(gnn.SAGEConv):
+    """A layer that counts its own calls."""
+
+    def __init__(self) -> None:
+        super().__init__(D, D)
+        self.calls, self._last = 0, 0.0
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:  # type: ignore[override]
+        self.calls += 1
+        self._last = float(self.calls)
+        return super().forward(x, edge_index)
+
+
+def test_a_layer_that_counts_its_calls_leaves_steps_pipelined() -> None:
+    net, engine, inputs = make(as_it_is)
+    net.parts[1].conv = Counts().double()
+
+    def is_exact() -> bool:
+        engine.forward(inputs, {}).sum().backward()
+        record = engine.last_step.record
+        assert record is not None
+        return record.is_exact
+
+    engine.controls.is_exact = False
+    assert [is_exact() for _ in range(4)] == [True, False, False, False]
+    net.parts[1].conv.other = 2.0  # an attribute that the layer does not set
+    assert is_exact()
+    assert not is_exact()
