@@ -224,16 +224,3 @@ def test_a_batch_vector_of_zeros_is_one_graph(norm: nn.Module, options: dict[str
         assert engine.last_step.record.num_chunks == num_chunks
         for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
             assert num_chunks > 1 or torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-3)
-
-
-def test_a_batch_vector_that_is_no_longer_zero_is_read_again() -> None:
-    torch.manual_seed(0)
-    net = Normed(gnn.GraphNorm(WIDTH), passes_batch=True)
-    plain = copy.deepcopy(net).double()
-    data = draw_batch([6, 6], seed=1)
-    wanted = [plain(data.x, data.edge_index, batch) for batch in (data.batch * 0, data.batch)]
-    on_engine(net, num_chunks=1)
-    for batch, expected in zip((data.batch * 0, data.batch), wanted, strict=True):
-        found = net(data.x, data.edge_index, batch)
-        found.sum().backward()
-        assert_same(found, expected)
