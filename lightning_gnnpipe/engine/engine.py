@@ -188,7 +188,8 @@ class PipelineEngine:
         finally:
             if key is not None:
                 self.identity.end_pass()
-                self.model.end_pass()
+                if self.model.is_new:
+                    self.model.end_pass()
 
     def _is_training(self) -> bool:
         return torch.is_grad_enabled() and self.options.is_fitting

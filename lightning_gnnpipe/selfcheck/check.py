@@ -167,7 +167,7 @@ class _Plain(NamedTuple):
 
     segment: Segment
     given: dict[str, Any]
-    sources: list[Tensor]  # weights, and those of `given` that need gradients
+    sources: list[Tensor]  # weights, and the tensors of `given` that need gradients
     outputs: list[Tensor]
     gradients: list[Tensor | None]  # of `sources`
 

@@ -135,7 +135,7 @@ class PipelinedModel:
         self._held, self._guard = HeldTensors(module), Guard(module)
         self.staged = StagedWeights(transport)  # the weights that only their stages hold
         self.is_due = False  # whether a rank has to trace the next call, so that all do
-        self._is_new = False  # no pass has run since the last trace
+        self.is_new = False  # no pass has run since the last trace
         self.is_accumulating = False  # if so, replicas do not average gradients
 
     @property
@@ -204,13 +204,13 @@ class PipelinedModel:
                 "training_step, not in forward. Or name one method with GNNPipeStrategy("
                 "pipelined_module='net.encode'): what else is called runs whole on each device.",
             )
-        self._is_new = True
+        self.is_new = True
         return key
 
     def end_pass(self) -> None:
         """Leave attributes that the first pass of a trace has changed, such as counters, alone."""
-        if self._is_new and self._modes:
-            self._is_new = False
+        self.is_new = False
+        if self._modes:
             counters = self._guard.state().changed_in_parts(next(reversed(self._modes))[1])
             if counters:
                 self._guard.leave(counters)
