@@ -1,6 +1,6 @@
 """Runs a layer on chunks of a small graph, so that no embedding is stale and autograd is exact.
 
-What a chunk reads of others are the live tensors of a run on the whole graph, which comes first.
+What a chunk reads of another are the live tensors of a run on the whole graph, which comes first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_gnnpipe.staleness import HistoryStore, MomentStore, RowMoments, m
 
 
 class LiveContext(MessageContext):
-    """Layers on chunks whose halo rows and statistics are those of the whole graph."""
+    """Layers on chunks with halo rows and statistics of the whole graph."""
 
     is_live = True
 
