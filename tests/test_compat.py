@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from packaging.requirements import Requirement
 from torch_geometric.data import Data
+from torch_geometric.nn import GCNConv, MessagePassing
 
 from lightning_gnnpipe import _compat_torch
 
@@ -106,6 +107,8 @@ def test_a_private_name_is_where_it_was(name: str) -> None:
 def instance_of(kind: type) -> Any:
     if kind.__name__ == "ParallelStrategy":
         return DDPStrategy()
+    if kind is MessagePassing:  # of its own class PyG would change `propagate`, for all layers
+        return GCNConv(1, 1)
     if kind.__name__ == "Batch":
         return kind.from_data_list([Data(x=torch.zeros(1, 1))])
     if kind.__name__ == "Trainer":

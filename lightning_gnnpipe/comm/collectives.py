@@ -114,9 +114,15 @@ class Collectives:
 
     def broadcast_object(self, value: T, source: int | None = None) -> T:
         """Return the picklable `value` of rank `source`, by default the first rank."""
+        if not self.has_others:
+            return value
+        box, group = [value], self.members.group
         source = self.members.ranks[0] if source is None else source
-        own = value if self.world.rank == source else None
-        return cast(T, self.all_gather_objects(own)[self.members.ranks.index(source)])
+        what = f"broadcast from rank {source}"
+        self.meet(what)
+        with self.explained(what):
+            dist.broadcast_object_list(box, source, group, self.world.wire_device)
+        return box[0]
 
     def together(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank and return its result; if one fails, all do."""
@@ -157,6 +163,18 @@ class Collectives:
         with self.explained(what):
             dist.all_gather_object(values, value, group=self.members.group)
         return values
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Return the picklable values of all ranks on the first one, else this rank's own."""
+        if not self.has_others:
+            return [value]
+        first, what = self.members.ranks[0], "gather to the first rank"
+        is_first = self.world.rank == first
+        values: list[Any] = [None] * len(self.members.ranks)
+        self.meet(what)
+        with self.explained(what):
+            dist.gather_object(value, values if is_first else None, first, self.members.group)
+        return values if is_first else [value]
 
     def over(
         self,

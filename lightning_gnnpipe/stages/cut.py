@@ -21,7 +21,6 @@ from lightning_gnnpipe.stages.values import (
     LEAF,
     PARTS,
     SIZES,
-    Sample,
     SampleRun,
     draw_samples,
     remedy_for_size,
@@ -50,8 +49,7 @@ def cut_module(
     has_graphs = inputs.graphs is not None
     remedy, repeats = remedy_for_size(module, inputs), finds_repeatable and not has_graphs
 
-    def trace_and_cut(*samples: Sample) -> Layers:
-        run = SampleRun(samples, call, remedy)
+    def trace_and_cut(run: SampleRun) -> Layers:
         graph = trace(module, call, run, is_grad_enabled=is_grad_enabled)
         text = str(graph)
         for layers in known:
@@ -62,16 +60,17 @@ def cut_module(
             trace=text,
             weights={f"leaf_{slot}": name for slot, name in call.weights.items()},
         )
-        if repeats and not samples[0].is_whole:
+        if repeats and not run.sample.is_whole:
             return find_repeatable(layers, run, served)
         return layers
 
+    run = SampleRun(draw_samples(module, call, inputs), call, remedy)
     try:
-        return trace_and_cut(*draw_samples(module, call, inputs))
+        return trace_and_cut(run)
     except UnsupportedError:
-        if is_cut or has_graphs:
+        if is_cut or has_graphs or not run.has_failed:
             raise
-        return trace_and_cut(whole_sample(call, inputs))
+    return trace_and_cut(SampleRun((whole_sample(call, inputs),), call, remedy))
 
 
 def _cut(

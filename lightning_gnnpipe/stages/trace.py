@@ -112,6 +112,8 @@ def _trace_once(module: nn.Module, call: Call, run: SampleRun) -> fx.Graph:
         with restored_on_errors(module), traceable(module):
             graph = tracer.trace(caller)
             tracer.use_leaves()
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         if isinstance(error, UnsupportedError) or tracer.refusal is not None:
             raise (tracer.refusal or error) from None

@@ -241,6 +241,7 @@ class SampleRun:
         named = zip(call.names, call.leaves, strict=True)  # numbers of pairs change with each call
         self._pairs = {leaf.size(-1) for name, leaf in named if is_of_pairs(name) and leaf.dim()}
         self.is_running = False
+        self.has_failed = False  # on a sample
 
     def begin(self, root: nn.Module) -> None:
         """Start anew; `root`: see `root_of`."""
@@ -268,7 +269,7 @@ class SampleRun:
         try:
             versions = self._versions_now()
             result = self._result(first, node)
-        except UnsupportedError:
+        except (UnsupportedError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise self._refuse(error, node) from error
@@ -284,6 +285,8 @@ class SampleRun:
         for other in rest:
             try:
                 other.env[node] = self._result(other, node)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # raised if a question needs it
                 self._failed.append((error, node))
         self._note(node, result)
@@ -356,6 +359,7 @@ class SampleRun:
         return self._kinds.get(size, None if is_fixed else UNKNOWN)
 
     def _refuse(self, error: Exception, node: fx.Node) -> UnsupportedError:
+        self.has_failed = True
         return UnsupportedError(
             expected="the model to run on a small part of the graph",
             found=f"{type(error).__name__}: {first_line(error)}{at(line_of_node(node))}",

@@ -99,7 +99,7 @@ class StagedWeights:
             grad.mul_(factor)
 
     def whole_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the `state` of `optimizer` with the states of all stages; collective.
+        """Return the `state` of `optimizer` with all stages' states on the first rank; collective.
 
         States of other ranks are on the CPU.
         """
@@ -111,7 +111,7 @@ class StagedWeights:
             if self._counts(p) and self._transport.mesh.shard == 0 and i in held:
                 values = held[i].items()
                 sent[i] = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in values}
-        for part in self._transport.all_gather_objects(sent):
+        for part in self._transport.gather_objects(sent):
             held = part | held
         return {**state, "state": held}
 
@@ -122,10 +122,13 @@ class StagedWeights:
                 optimizer.state.pop(parameter, None)
 
     def make_whole(self) -> None:
-        """Give all ranks whole weights and optimizer states; collective."""
+        """Give all ranks whole weights, and the first the optimizer states; collective."""
         if self._is_released:
+            mesh = self._transport.mesh
             for optimizer in self._optimizers():
-                optimizer.load_state_dict(self.whole_state(optimizer, optimizer.state_dict()))
+                state = self.whole_state(optimizer, optimizer.state_dict())
+                if mesh.rank == mesh.rank_of(0, 0):
+                    optimizer.load_state_dict(state)
             self._gather()
 
     def lose(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -128,8 +128,6 @@ def test_messages_by_hand(name: str) -> None:
 
 class ReadsSources(gnn.MessagePassing):
     """Its forward reads rows of sources before it propagates."""
-
-    propagate_type: ClassVar = {"x": Tensor, "norm": Tensor}  # PyG need not find it in the source
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.propagate(edge_index, x=x, norm=x[edge_index[0]].sum(-1, keepdim=True).tanh())
