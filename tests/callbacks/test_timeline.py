@@ -97,7 +97,7 @@ def test_profilers_show_every_chunk_by_name(tmp_path: Path) -> None:
 class Wandb(WandbLogger):
     """Keeps the pictures that it is given, where wandb would start a service."""
 
-    name = version = save_dir = None
+    name = version = save_dir = experiment = None
     log_metrics = log_hyperparams = save = finalize = lambda *_, **__: None
 
     def __init__(self) -> None:
