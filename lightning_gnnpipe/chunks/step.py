@@ -125,7 +125,7 @@ class Step:
         return self._collect(outputs)
 
     def backward(self, output_grads: Sequence[Tensor], before_last: Callable[[], None]) -> None:
-        """Run backward from `output_grads` (user's order); what it sends may be on its way after.
+        """Run backward from `output_grads`, in the user's order; return while sends may still run.
 
         `before_last` is called once gradients of the last chunk have come.
         """
