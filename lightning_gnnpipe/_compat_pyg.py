@@ -5,22 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch_geometric.data import Batch
 from torch_geometric.nn import MessagePassing
-
-# `MeshCNNConv`; empty before PyG 2.7.
-MESH_CNN_CONV: tuple[type, ...] = (gnn.MeshCNNConv,) if hasattr(gnn, "MeshCNNConv") else ()
 
 # Attributes in which layers keep what they computed from the edges.
 CACHES = ("_cached_edge_index", "_cached_adj_t", "_cached_x", "_cached_h")
 
 # Attributes of a layer that passes messages for all channels at once.
 UNDECOMPOSED = {"_decomposed_layers": 1}
-
-# HGTConv's method that copies keys and values of the source nodes.
-SOURCE_ROWS = "_construct_src_node_feat"
 
 _HOOKS = ("_propagate_", "_message_", "_aggregate_", "_edge_update_")
 

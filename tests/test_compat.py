@@ -66,8 +66,7 @@ OWNERS = {
     "torch.nn.utils.spectral_norm:": "SpectralNorm",
     "torch.serialization:": "_get_layout",
     "torch_geometric.data:Batch.": "_inc_dict _slice_dict",
-    f"{PYG}:": "APPNP._cached_adj_t APPNP._cached_edge_index HGTConv._construct_src_node_feat "
-    "SGConv._cached_x SSGConv._cached_h",
+    f"{PYG}:": "APPNP._cached_adj_t APPNP._cached_edge_index SGConv._cached_x SSGConv._cached_h",
     f"{PYG}:MessagePassing.": "_aggregate_forward_hooks _decomposed_layers _edge_user_args "
     "_message_forward_hooks _propagate_forward_hooks _user_args inspector.get_param_names "
     "special_args",

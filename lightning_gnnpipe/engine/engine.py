@@ -10,7 +10,7 @@ Batches of several graphs run exactly, in micro-batches of whole graphs: see `ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,6 @@ from lightning_gnnpipe.engine.known_graphs import GraphCache
 from lightning_gnnpipe.engine.passes import GraphPasses
 from lightning_gnnpipe.engine.resume import RankHistories, RunState, SavedRun, save_rank
 from lightning_gnnpipe.graph import ContentNumbers
-from lightning_gnnpipe.layers import guard_losses
 from lightning_gnnpipe.methods import PipelinedMethod, raising_wrong_arguments
 from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.steps import (
@@ -85,7 +84,6 @@ class PipelineEngine:
         self.method = PipelinedMethod(module, method, self._is_pipelined)
         self.statistics = RunningStatistics(is_quiet=not transport.world.is_root)
         self._has_record = False  # a pass of the present step has ended
-        self._unguard: Callable[[], None] = lambda: None
 
     def set_step(self, **facts: Any) -> None:
         """Update fields of the current `StepContext`."""
@@ -117,11 +115,9 @@ class PipelineEngine:
     def attach(self) -> None:
         """Put the pipeline behind the module's method."""
         self.method.attach(self.forward)
-        self._unguard = guard_losses(self.model.intercepted.convs)
 
     def detach(self) -> None:
         self.method.detach()
-        self._unguard()
 
     def forward(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward"

@@ -120,7 +120,7 @@ def save_rank(own: Histories) -> dict[str, Any]:
     for key in store:
         saved = store.save(key)
         for name in ("rows", "kept"):
-            if not _is_by_chunk(key) and saved[name] is not None:  # owners save the ghosts
+            if saved[name] is not None:  # owners save the ghosts
                 saved[name] = saved[name][:num_nodes]
         histories.append({"key": _plain(key), **saved})
     dtypes = own.writing.dtypes
@@ -173,18 +173,12 @@ def warn_of_mismatch(taken: SavedHistories | None, own: Histories) -> None:
 def load_ranks(
     own: Histories, ranks: Sequence[Mapping[str, Any]], segments: Collection[int]
 ) -> bool:
-    """Load the saved histories of `segments` in this run's row order; return whether they fit.
-
-    Histories with one row per chunk (HANConv) need the same chunks as in the saved run.
-    """
+    """Load the saved histories of `segments` in this run's row order; return whether they fit."""
     graph, store = own.graph, own.store
     perm = graph.plan.perm.cpu()
     device = graph.plan.perm.device
     ends = [chunk.end for chunk in graph.plan.chunks]
     is_own = [saved["ends"] == ends and torch.equal(saved["perm"], perm) for saved in ranks]
-    keys = [CallKey(*one["key"]) for rank in ranks for one in rank["histories"]]
-    if not all(is_own) and any(map(_is_by_chunk, keys)):
-        return False
     found: dict[CallKey, list[tuple[Tensor, Mapping[str, Any]]]] = {}
     for rank in ranks:
         for one in rank["histories"]:
@@ -202,21 +196,15 @@ def load_ranks(
     row_nodes = graph.plan.row_nodes.cpu()
     of_rows = store.options.device or device  # a GPU may not have room for rows of the host
     for key, parts in found.items():
-        by_chunk = _is_by_chunk(key)
         nodes = torch.cat([nodes for nodes, _ in parts])
-        places = None if by_chunk else _places(nodes, row_nodes)
+        places = _places(nodes, row_nodes)
         rows, kept = (
             _moved([one[name] for _, one in parts], places, of_rows) for name in ("rows", "kept")
         )
         assert rows is not None
         step, kept_step = (min(one[n] for _, one in parts) for n in ("step", "kept_step"))
-        target = store.by_chunk if by_chunk else store
-        target.load(key, rows, kept, step, kept_step)
+        store.load(key, rows, kept, step, kept_step)
     return True
-
-
-def _is_by_chunk(key: Hashable) -> bool:
-    return isinstance(key, CallKey) and key.argument == "statistics"
 
 
 def _plain(key: Hashable) -> tuple[Any, ...]:

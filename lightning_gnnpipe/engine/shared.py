@@ -21,7 +21,6 @@ from torch import Tensor
 
 from lightning_gnnpipe.codecs import MessageOptions, get_codecs
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
 from lightning_gnnpipe.staleness import HistoryStore, MomentStore, mean_and_var, sums_by_chunk
 from lightning_gnnpipe.types import TrafficKind
@@ -67,15 +66,6 @@ class SharedStore(HistoryStore):
             wait()
         self._flying.clear()
         self._last.clear()
-
-    @property
-    def by_chunk(self) -> HistoryStore:
-        """Raise UnsupportedError: shards cannot have histories with one row per chunk."""
-        raise UnsupportedError(
-            expected="layers that see all nodes through messages alone, for graph_parallel",
-            found="a HANConv, which takes a mean over all nodes",
-            remedy="Train it with graph_parallel=1.",
-        )
 
     def push(self, key: Hashable, chunk: Chunk, rows: Tensor, *, keeps_old: bool = False) -> None:
         """Write the chunk's rows here, and send them to ranks where they are ghosts."""

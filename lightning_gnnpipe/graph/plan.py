@@ -83,14 +83,6 @@ class ChunkPlan:
     def num_edge_sets(self) -> int:
         return max(len(self.edge_sizes), 1)
 
-    @cached_property
-    def between_chunks(self) -> ChunkPlan:
-        """The plan of the complete graph over chunks: one node per chunk."""
-        with torch.inference_mode(False):
-            number = torch.arange(self.num_chunks, device=self.perm.device)
-            edges = torch.cartesian_prod(number, number).t()
-            return plan_from_assignment(edges, len(number), number)
-
     def with_edge_sets(self, sizes: Sequence[int]) -> ChunkPlan:
         """Return the plan with edges in consecutive sets of these sizes."""
         shard = self.shard

@@ -4,7 +4,6 @@ from lightning_gnnpipe.layers.intercept import (
     Intercepted,
     find_convs,
     find_layers,
-    guard_losses,
     intercept,
     without_memory,
 )

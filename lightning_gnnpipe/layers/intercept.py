@@ -18,7 +18,6 @@ from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
 from lightning_gnnpipe._compat_pyg import (
     CACHES,
-    MESH_CNN_CONV,
     UNDECOMPOSED,
     arguments_of,
     arguments_of_update,
@@ -27,7 +26,6 @@ from lightning_gnnpipe._compat_torch import BATCH_NORM
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.layers.native import NativeContext, deferred
 from lightning_gnnpipe.layers.normalize import localized
-from lightning_gnnpipe.layers.relations import RELATIONAL, check_order, related
 from lightning_gnnpipe.layers.statistics import has_statistics, whole_statistics
 from lightning_gnnpipe.passing import (
     ROWS,
@@ -57,9 +55,8 @@ class Intercepted:
 
     @property
     def sees_all_nodes(self) -> bool:
-        """Whether a layer computes statistics, or a mean, over all nodes."""
-        has_mean = any(isinstance(conv, gnn.HANConv) for conv in self.convs.values())
-        return has_mean or bool(self.norms)
+        """Whether a layer computes statistics over all nodes."""
+        return bool(self.norms)
 
     @property
     def all(self) -> list[nn.Module]:
@@ -107,14 +104,11 @@ def _replacements(
     if layers.norms:
         yield from whole_statistics(layers.norms, context)
     yield from localized(layers.convs, context)
-    if any(isinstance(conv, RELATIONAL) for conv in layers.convs.values()):
-        yield from related(layers.convs, context)
     for name, conv in layers.convs.items():
         replaced: dict[str, Any] = {"forward": _direct(name, conv, context)}
-        if not isinstance(conv, gnn.HGTConv):  # has widened its rows before: see `related`
-            read = {method: arguments_of(method, conv) for method in ("propagate", "edge_updater")}
-            for method in read:
-                replaced[method] = _wrap(name, conv, method, read, context)
+        read = {method: arguments_of(method, conv) for method in ("propagate", "edge_updater")}
+        for method in read:
+            replaced[method] = _wrap(name, conv, method, read, context)
         yield conv, replaced
 
 
@@ -176,7 +170,7 @@ def _wrap(
     `read`: the names, like "x_j", that each method reads.
     """
     original = getattr(conv, method)
-    is_propagate, is_mesh = method == "propagate", isinstance(conv, MESH_CNN_CONV)
+    is_propagate = method == "propagate"
     rule = linear_rule(conv) if is_propagate else None
     sources = frozenset(one[:-2] for one in read[method] if one.endswith("_j"))
     by_target = frozenset(one[:-2] for names in read.values() for one in names if one[-2:] == "_i")
@@ -198,8 +192,6 @@ def _wrap(
             return pass_messages(call, edge_index, kwargs)
 
     def pass_messages(call: int, edge_index: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        if is_mesh:
-            check_order(name, conv, edge_index, context)
         chunk, wide = context.at.chunk, dict(kwargs)
         for argument in sources & kwargs.keys():
             wide[argument] = widen(call, argument, kwargs[argument])
@@ -245,63 +237,12 @@ def _in_pieces(
 
 
 def without_memory(convs: Mapping[str, MessagePassing]) -> ExitStack:
-    """Switch off the layers' caches and losses within the block."""
+    """Switch off the layers' caches within the block."""
     return replace_all(_memoryless(convs))
 
 
 def _memoryless(convs: Mapping[str, MessagePassing]) -> Iterator[Replacement]:
-    """Yield replacements that switch off caches and losses.
-
-    A cache would hold the edges of the first chunk. SuperGATConv samples node pairs for a loss that
-    the user asks for after the forward pass, but a chunk has neither all pairs nor the user's
-    backward. Its outputs do not depend on the pairs.
-    """
-    for name, conv in convs.items():
+    """Yield replacements that switch off caches, which would hold the edges of the first chunk."""
+    for conv in convs.values():
         if getattr(conv, "cached", False):
             yield conv, {"cached": False, **{one: None for one in CACHES if hasattr(conv, one)}}
-        if isinstance(conv, gnn.SuperGATConv):
-            yield (
-                conv,
-                {
-                    "forward": _without_pairs(conv.forward),
-                    "positive_sampling": _no_edges,
-                    "att_x": None,
-                    "att_y": None,
-                    "get_attention_loss": _refuse_loss(name, conv),
-                },
-            )
-
-
-def guard_losses(convs: Mapping[str, MessagePassing]) -> Callable[[], None]:
-    """Make the layers raise if their loss is asked for; return a function that undoes this."""
-    losing = [one for one in convs.items() if isinstance(one[1], gnn.SuperGATConv)]
-    guards = ((conv, {"get_attention_loss": _refuse_loss(name, conv)}) for name, conv in losing)
-    return replace_all(guards).close
-
-
-def _without_pairs(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return SuperGATConv's forward without node pairs for its loss."""
-
-    def forward(x: Tensor, edge_index: Tensor, *_: Any, **__: Any) -> Tensor:
-        return original(x, edge_index, _no_edges(edge_index))
-
-    return forward
-
-
-def _no_edges(edge_index: Tensor) -> Tensor:
-    return edge_index[:, :0]
-
-
-def _refuse_loss(name: str, conv: gnn.SuperGATConv) -> Callable[[], Tensor]:
-    def get_attention_loss() -> Tensor:
-        if not conv.training:  # PyG returns 0
-            return type(conv).get_attention_loss(conv)
-        raise UnsupportedError(
-            expected="a loss that is computed from the outputs of the pipelined module",
-            found=f"get_attention_loss() of layer '{name}', a {type(conv).__name__}, which "
-            "draws random pairs of all nodes",
-            remedy="Leave this term out of the loss (the layer's outputs are exact), or train "
-            "without GNNPipeStrategy.",
-        )
-
-    return get_attention_loss

@@ -13,7 +13,6 @@ from torch import nn
 from torch_geometric.nn import MessagePassing, aggr
 from torch_geometric.nn.aggr.fused import FusedAggregation
 
-from lightning_gnnpipe._compat_pyg import MESH_CNN_CONV
 from lightning_gnnpipe._compat_torch import BATCH_NORM, INSTANCE_NORM, has_spectral_norm
 from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.layers.statistics import has_statistics
@@ -45,13 +44,10 @@ EXACT_CONVS: frozenset[type] = frozenset(
         gnn.GatedGraphConv,
         gnn.GeneralConv,
         gnn.GraphConv,
-        gnn.HANConv,
         gnn.HEATConv,
-        gnn.HGTConv,
         gnn.LEConv,
         gnn.LGConv,
         gnn.MFConv,
-        *MESH_CNN_CONV,
         gnn.MixHopConv,
         gnn.NNConv,
         gnn.PDNConv,
@@ -69,7 +65,6 @@ EXACT_CONVS: frozenset[type] = frozenset(
         gnn.SignedConv,
         gnn.SimpleConv,
         gnn.SplineConv,
-        gnn.SuperGATConv,
         gnn.TAGConv,
         gnn.TransformerConv,
         gnn.WLConvContinuous,
@@ -102,6 +97,7 @@ EXACT_AGGREGATIONS: frozenset[type] = frozenset(
 )
 
 _KNN = "it needs pyg-lib and looks for the nearest among all nodes"
+_TYPES = "it joins nodes of several types"
 _CUGRAPH = "it needs pylibcugraphops, and its kernels read the whole graph"
 
 # Layers of `torch_geometric.nn.conv` that are not exact on chunks, and why.
@@ -113,8 +109,11 @@ REFUSED_CONVS: dict[type, str] = {
     gnn.FusedGATConv: "it needs dgNN, and its kernels read the whole graph",
     gnn.GPSConv: "its attention runs over all nodes",
     gnn.GravNetConv: _KNN,
+    gnn.HANConv: _TYPES,
+    gnn.HGTConv: _TYPES,
     gnn.HypergraphConv: "it passes messages between nodes and hyperedges, which belong to no chunk",
     gnn.PANConv: "it needs torch_sparse and multiplies powers of the whole adjacency",
+    gnn.SuperGATConv: "its loss draws pairs of all nodes, outside of its forward",
     gnn.WLConv: "it numbers the colors of all nodes",
     gnn.XConv: _KNN,
 }
@@ -130,8 +129,8 @@ _ROW_MIXING: tuple[tuple[type, str], ...] = (
 )
 
 _REMEDY_RELATIONS = (
-    "Pass several edge sets over the same nodes as several 'edge_index' (SignedConv, HeteroConv, "
-    "HANConv or HGTConv with one type of nodes), or as edge types (RGCNConv, RGATConv)."
+    "Pass several edge sets over the same nodes as several 'edge_index' (SignedConv, HeteroConv "
+    "with one type of nodes), or as edge types (RGCNConv, RGATConv)."
 )
 _REMEDY_NORM = (
     "Use torch.nn.BatchNorm1d, another norm of torch_geometric.nn, or one that works row by row "
@@ -211,6 +210,8 @@ def _refused(module: nn.Module, name: str, layer: nn.Module, num_parts: int) -> 
     elif any(isinstance(p, nn.UninitializedParameter) for p in layer.parameters(recurse=False)):
         remedy = "Give the number of input channels, or run one forward pass before training."
         yield "its parameters are not initialized", remedy
+    elif isinstance(layer, gnn.SuperGATConv):
+        yield REFUSED_CONVS[gnn.SuperGATConv], "Use GATConv, or train without GNNPipeStrategy."
     elif num_parts > 1:
         yield from _refused_on_chunks(module, name, layer)
         if has_spectral_norm(layer):
@@ -242,11 +243,9 @@ def _refused_on_chunks(module: nn.Module, name: str, layer: nn.Module) -> Refusa
 
 def _node_types(layer: nn.Module) -> set[str]:
     """Return the node types that a heterogeneous layer was built for."""
-    if isinstance(layer, gnn.HeteroConv):
-        return {end for relation in layer.convs.keys() for end in relation[::2]}  # noqa: SIM118
-    if isinstance(layer, gnn.HANConv):
-        return set(layer.metadata[0])
-    return set(layer.node_types) if isinstance(layer, gnn.HGTConv) else set()
+    if not isinstance(layer, gnn.HeteroConv):
+        return set()
+    return {end for relation in layer.convs.keys() for end in relation[::2]}  # noqa: SIM118
 
 
 def _refused_conv(conv: nn.Module) -> Refusals:
@@ -257,7 +256,8 @@ def _refused_conv(conv: nn.Module) -> Refusals:
             f"Train with num_chunks=1, or use one of {_names(EXACT_CONVS)}, or a MessagePassing "
             "subclass of your own."
         )
-        remedy = _REMEDY_RELATIONS if isinstance(conv, gnn.HypergraphConv) else remedy
+        joining = gnn.HypergraphConv | gnn.HANConv | gnn.HGTConv
+        remedy = _REMEDY_RELATIONS if isinstance(conv, joining) else remedy
         yield reason or "it is not known to be exact on chunks", remedy
 
 

@@ -75,17 +75,6 @@ class LocalEdges:
         count = int(nodes.max()) + 1 if nodes.numel() else 0
         return self.plan.perm[self.chunk.start : self.chunk.end] < count
 
-    @cached_property
-    def has_groups_of_four(self) -> bool:
-        """Whether every four user edges share a target and stay together in the plan."""
-        target, edge = self.plan.whole.chunks[0].edge_index[1], self.plan.edge_perm
-        if edge.numel() % 4:
-            return False
-        first = edge[::4].repeat_interleave(4)
-        place = torch.arange(edge.numel(), device=edge.device) % 4
-        is_same = target == target[::4].repeat_interleave(4)
-        return bool(((edge == first + place) & (first % 4 == 0) & is_same).all())
-
 
 class GraphEdges:
     """The edges of one graph by chunk, set and direction, and what was computed from them.

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import HANConv
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind
 from lightning_gnnpipe.chunks import (
@@ -167,8 +166,7 @@ class Forecaster:
     def _layouts(self, num_devices: int) -> list[tuple[int, int, int]]:
         """Return the (stages, shards, chunks) to compare: one device first, and those asked for."""
         num_layers, num_chunks = len(self._layers.segments), self._target.num_chunks
-        is_whole = any(isinstance(m, HANConv) for m in self._module.modules())
-        most_shards = 1 if is_whole else self._chunks.num_nodes
+        most_shards = self._chunks.num_nodes
         pairs = factorize(num_devices, most_stages=num_layers)
         possible = [pair for pair in pairs if pair[1] <= most_shards]
         possible = [pair for pair in possible if self._has_own_norms(*pair)] or possible

@@ -20,8 +20,6 @@ from torch_geometric.data import Data
 from torch_geometric.nn import (
     Aggregation,
     DeepGCNLayer,
-    HANConv,
-    HGTConv,
     MessagePassing,
     RGCNConv,
 )
@@ -312,13 +310,7 @@ class Tracer(fx.Tracer):
         takes_parts = any(isinstance(one, DataView) for one in given)
         if takes_parts and not is_library(m) and not isinstance(m, MessagePassing):
             self._traced |= {id(m)} - self._listed  # it takes tensors out of the graph
-        result = super().call_module(m, forward, args, kwargs)
-        # The output keys of a layer for heterogeneous graphs.
-        types = list(m.node_types) if isinstance(m, HGTConv) else []
-        types = list(m.metadata[0]) if isinstance(m, HANConv) else types
-        if len(types) == 1 and len(args) + len(kwargs) == 2:  # a dict, so that items() works
-            return {types[0]: result[types[0]]}
-        return result
+        return super().call_module(m, forward, args, kwargs)
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch_geometric.nn import MessagePassing
 
-from lightning_gnnpipe._compat_pyg import MESH_CNN_CONV
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.calls import Call, GraphBatch, Inputs, Kind, draw_graphs, is_of_pairs
 from lightning_gnnpipe.errors import UnsupportedError, first_line
@@ -53,7 +52,6 @@ LEAF = "leaf"  # mark of a node that returns a leaf as it is, the number of whic
 _TRANSPOSES = {"t", "transpose"}
 _PRODUCTS = {"matmul": (1,), "mm": (1,), "linear": (1, 2), "embedding": (1,), "addmm": (2,)}
 SAMPLE_EDGES = 48
-_GROUP = 4  # edges that MeshCNNConv reads together
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +144,11 @@ def draw_sample(
 
 
 def _draw_edges(module: nn.Module, call: Call, inputs: Inputs, num_edges: int) -> Sample:
-    """Return evenly spaced edges, their nodes and a few more; whole groups for MeshCNNConv."""
+    """Return evenly spaced edges, their nodes and a few more."""
     widths = {size for p in module.parameters() for size in p.shape}
     widths |= {size for leaf in _without_rows(call.leaves, inputs) for size in leaf.shape}
-    group = _GROUP if any(isinstance(m, MESH_CNN_CONV) for m in module.modules()) else 1
     sets = torch.split(inputs.edge_index, list(inputs.edge_sizes), dim=1)
-    drawn = [_spaced(edges, num_edges // len(sets), group) for edges in sets]
+    drawn = [_spaced(edges, num_edges // len(sets)) for edges in sets]
     extra = torch.arange(min(3, inputs.num_nodes), device=sets[0].device)
     while True:
         ends = [edges[:, some].flatten() for edges, some in zip(sets, drawn, strict=True)]
@@ -160,9 +157,9 @@ def _draw_edges(module: nn.Module, call: Call, inputs: Inputs, num_edges: int) -
         longest = counts.index(max(counts))
         sizes = [nodes.numel(), *counts, *([sum(counts)] if len(counts) > 1 else [])]
         is_clear = len(set(sizes)) == len(sizes) and not widths & set(sizes)
-        if is_clear or counts[longest] < 2 * group:
+        if is_clear or counts[longest] < 2:
             break
-        drawn[longest] = drawn[longest][:-group]
+        drawn[longest] = drawn[longest][:-1]
     renumber = torch.full((inputs.num_nodes,), -1, device=nodes.device)
     renumber[nodes] = torch.arange(nodes.numel(), device=nodes.device)
     # With too few edges to drop, pad with isolated copies of the first node.
@@ -196,13 +193,11 @@ def whole_sample(call: Call, inputs: Inputs) -> Sample:
     return Sample(leaves, inputs.num_nodes, edges, sizes, is_whole=True)
 
 
-def _spaced(edges: Tensor, count: int, group: int) -> Tensor:
-    """Return the numbers of about `count` of the edges, evenly spaced, in whole groups."""
-    num_groups = edges.size(1) // group
-    number = min(max(count // group, 2), num_groups)
-    spaced = torch.arange(number, device=edges.device) * (num_groups - 1) // max(number - 1, 1)
-    first = torch.unique(spaced) * group
-    return (first[:, None] + torch.arange(group, device=first.device)).flatten()
+def _spaced(edges: Tensor, count: int) -> Tensor:
+    """Return the numbers of about `count` of the edges, evenly spaced."""
+    number = min(max(count, 2), edges.size(1))
+    spaced = torch.arange(number, device=edges.device) * (edges.size(1) - 1)
+    return torch.unique(spaced // max(number - 1, 1))
 
 
 class _Run(fx.Interpreter):

@@ -6,7 +6,6 @@ also collects, chunk by chunk, the mean drift of rows and, for callbacks, the st
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
@@ -74,13 +73,6 @@ class HistoryStore:
     def shards(self) -> ShardLink | None:
         """The link to other shards; None without graph parallelism."""
         return None
-
-    @property
-    def by_chunk(self) -> HistoryStore:
-        """View of this store, for this step, for histories with one row per chunk."""
-        other = copy.copy(self)  # shares the entries
-        other.num_rows, other._ends = self.num_chunks, None
-        return other
 
     @property
     def num_bytes(self) -> int:

@@ -144,17 +144,6 @@ def test_edge_sets_share_chunks_and_halos() -> None:
             assert torch.equal(plan.perm[whole.edge_index], wanted[:, edge_set.edge_perm])
 
 
-def test_between_chunks_each_reads_all_others() -> None:
-    plan = plan_from_assignment(DRAWN_EDGES, 5, torch.tensor([0, 2, 1, 2, 1])).between_chunks
-    assert plan.num_nodes == plan.num_chunks == 3
-    assert [chunk.halo_chunks for chunk in plan.chunks] == [(1, 2), (0, 2), (0, 1)]
-    assert [chunk.halo.tolist() for chunk in plan.chunks] == [[1, 2], [0, 2], [0, 1]]
-    assert [(chunk.start, chunk.end) for chunk in plan.chunks] == [(0, 1), (1, 2), (2, 3)]
-    assert plan.whole.chunks[0].num_halo == 0
-    one = plan_from_assignment(DRAWN_EDGES, 5, torch.zeros(5, dtype=torch.int64)).between_chunks
-    assert (one.num_nodes, one.num_chunks) == (1, 1)
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_every_graph_is_in_one_micro_batch(seed: int) -> None:
     draw = random.Random(seed)

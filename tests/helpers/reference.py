@@ -13,8 +13,7 @@ rows that were kept, put together in node order, is then the gradient of the fun
 computed, with stale rows as constants.
 
 The rows are those given to ``propagate`` or ``edge_updater``: for GCNConv the transformed ones, for
-SAGEConv the raw ones. For HGTConv they are keys and values, before it copies them for each edge
-set; HANConv has more of them, those whose mean over all nodes weighs its edge sets.
+SAGEConv the raw ones.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import HANConv, HGTConv, MessagePassing
-from torch_geometric.nn.conv import han_conv
+from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import add_remaining_self_loops
 
@@ -167,15 +165,10 @@ def _intercepted(net: nn.Module, one_pass: _Pass) -> Iterator[None]:
 
         for name, conv in convs:
             swap(conv, _decomposed_layers=1)  # channels do not see each other: it does not matter
-            if isinstance(conv, HGTConv):
-                swap(conv, _construct_src_node_feat=_mixed_sources(name, conv, one_pass))
-            else:
-                swap(conv, **{method: _wrapper(name, conv, method, one_pass) for method in METHODS})
+            swap(conv, **{method: _wrapper(name, conv, method, one_pass) for method in METHODS})
         for module in {sys.modules[type(conv).__module__] for _, conv in convs}:
             if hasattr(module, "gcn_norm"):
                 swap(module, gcn_norm=_mixed_norm(module.__name__, one_pass))
-        names = {conv.q: name for name, conv in convs if isinstance(conv, HANConv)}
-        swap(han_conv, group=_mixed_group(names, one_pass))
         yield
 
 
@@ -208,35 +201,6 @@ def _mixed_norm(name: str, one_pass: _Pass) -> Callable[..., Any]:
         return edge_index, root[edge_index[0]] * edge_weight * root[edge_index[1]]
 
     return norm
-
-
-def _mixed_group(names: dict[Tensor, str], one_pass: _Pass) -> Callable[..., Any]:
-    """Return HANConv's ``group``, in which a node's part of the mean is a row like any other."""
-
-    def group(xs: list[Tensor], q: Tensor, k_lin: nn.Module) -> tuple[Tensor, Tensor]:
-        number, scores = one_pass.count(names[q], "group"), []
-        for edge_set, x in enumerate(xs):
-            rows = one_pass.mix((names[q], "group", number, str(edge_set)), k_lin(x).tanh())
-            scores.append((q * rows.mean(0)).sum())
-        weights = torch.stack(scores).softmax(0)
-        return sum(weight * x for weight, x in zip(weights, xs, strict=True)), weights
-
-    return group
-
-
-def _mixed_sources(name: str, conv: HGTConv, one_pass: _Pass) -> Callable[..., Any]:
-    """Return HGTConv's method that copies keys and values, on mixed rows."""
-    original = conv._construct_src_node_feat
-
-    def construct(k_dict: dict[str, Tensor], v_dict: dict[str, Tensor], edges: Any) -> Any:
-        number = one_pass.count(name, "sources")
-        k, v = (
-            {kind: one_pass.mix((name, "sources", number, which), given[kind]) for kind in given}
-            for which, given in (("k", k_dict), ("v", v_dict))
-        )
-        return original(k, v, edges)
-
-    return construct
 
 
 def source_arguments(conv: MessagePassing, method: str) -> set[str]:

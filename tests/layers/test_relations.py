@@ -31,7 +31,6 @@ CHUNKS = torch.arange(N) * 7 % N // 9
 ONE_CHUNK = torch.zeros(N, dtype=torch.int64)
 RELATIONS = [("a", "pos", "a"), ("a", "neg", "a")]
 BETWEEN = [("a", "pos", "b"), ("b", "neg", "a")]
-DICTS = [gnn.HANConv, gnn.HGTConv]
 
 Batch = dict[str, Tensor]
 
@@ -92,18 +91,22 @@ class Weighted(nn.Module):
 
 
 class Dicts(nn.Module):
-    """Three layers of one kind; what they return goes on as a dict, or is taken apart."""
+    """Layers of one type of nodes; what they return goes on as a dict, or is taken apart."""
 
-    def __init__(self, kind: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.convs = nn.ModuleList(kind(D, D, (["a"], RELATIONS), heads=2) for _ in range(3))
+        kinds = (gnn.GATConv, gnn.SAGEConv), (gnn.GCNConv, gnn.GATConv)
+        self.convs = nn.ModuleList(
+            gnn.HeteroConv({key: kind(D, D) for key, kind in zip(RELATIONS, pair, strict=True)})
+            for pair in (*kinds, kinds[0])
+        )
 
     def forward(self, x: Tensor, pos_edge_index: Tensor, neg_edge_index: Tensor) -> Tensor:
         sets = dict(zip(RELATIONS, (pos_edge_index, neg_edge_index), strict=True))
         first, second, third = self.convs
         x_dict = second(first({"a": x}, sets), sets)
         x_dict = {key: rows.tanh() for key, rows in x_dict.items()}
-        return third(x_dict, edge_index_dict=sets)["a"]
+        return third(x_dict, sets)["a"]
 
 
 class Homogeneous(nn.Module):
@@ -134,11 +137,11 @@ class OfTypes(nn.Module):
         return torch.cat([out["a"], out["b"]], -1)
 
 
-def given_dicts(kind: Any) -> nn.Module:
+def given_dicts() -> nn.Module:
     def forward(net: Any, x_dict: Batch, edge_index_dict: dict[Any, Tensor]) -> Tensor:
         return net.net(x_dict["a"], *edge_index_dict.values())
 
-    return net_of(nn.Module, forward, net=lambda: Dicts(kind))()
+    return net_of(nn.Module, forward, net=Dicts)()
 
 
 GivenData = net_of(
@@ -170,7 +173,7 @@ def call(net: nn.Module, batch: Any) -> Tensor:
 )
 @pytest.mark.parametrize(
     "make",
-    [Weighted, GivenData, OfTypes, *(partial(given_dicts, kind) for kind in DICTS)],
+    [Weighted, GivenData, OfTypes, given_dicts],
 )
 def test_p1_several_edge_sets_train_as_in_pyg(
     make: Any, partition: Tensor, recompute: bool, num_neg: int
@@ -193,7 +196,7 @@ def test_p1_several_edge_sets_train_as_in_pyg(
 
 @pytest.mark.some_cases(1)
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("make", [OfTypes, *(lambda k=kind: Dicts(k) for kind in DICTS)])
+@pytest.mark.parametrize("make", [OfTypes, Dicts])
 def test_p2_stale_steps_equal_the_oracle(make: Any, recompute: bool) -> None:
     net = make()
     given = arguments(net, make_batch())
@@ -206,9 +209,8 @@ def test_p2_stale_steps_equal_the_oracle(make: Any, recompute: bool) -> None:
         assert_step(engine, given, net, oracle.chunked(*given.values(), order=next_order(engine)))
 
 
-@pytest.mark.parametrize("kind", DICTS)
-def test_half_precision_in_histories_and_by_autocast(kind: Any) -> None:
-    net = Dicts(kind).float()
+def test_half_precision_in_histories_and_by_autocast() -> None:
+    net = Dicts().float()
     given = arguments(net, make_batch())
     given["x"] = given["x"].float()
     engine = one_process_engine(net, partition=CHUNKS, history_dtype=torch.bfloat16)
@@ -226,7 +228,7 @@ def test_p1_several_edge_sets_on_two_stages(make: Any) -> None:
     assert_alike(make, call, Data(**make_batch()), num_stages=2)
 
 
-@pytest.mark.parametrize("make", [Weighted, lambda: Dicts(gnn.HANConv)])
+@pytest.mark.parametrize("make", [Weighted, Dicts])
 def test_a_forecast_of_several_edge_sets(make: Any) -> None:
     data = FullGraphDataModule(Data(**make_batch()))
     plan = GNNPipeStrategy(num_chunks=4).plan(Fits(make(), call), data, num_stages=2)

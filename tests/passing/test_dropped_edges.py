@@ -10,12 +10,10 @@ import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
-from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.layers import find_convs
 from tests.helpers.cases import name_of
 from tests.helpers.convs import CASES, ConvCase, ConvNet, D, attributed
 from tests.helpers.engines import one_process_engine
-from tests.helpers.reference import StaleOracle
 from tests.passing.test_convs import (
     OWN,
     PARTITION,
@@ -23,16 +21,12 @@ from tests.passing.test_convs import (
     assert_step,
     make_batch,
     move,
-    next_order,
 )
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:We do not recommend using the non-optimized CPU"),
     pytest.mark.usefixtures("double"),
 ]
-
-SEEN_LATE = {"HANConv"}  # its mean over all nodes is a step old, edges or no edges
-ALONE = [case for case in [*CASES, *OWN] if case.conv not in SEEN_LATE]
 
 
 def cut_by_hand(batch: dict[str, Tensor], partition: Tensor = PARTITION) -> dict[str, Tensor]:
@@ -60,17 +54,13 @@ def plain_copy(net: nn.Module) -> nn.Module:
 
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize(
-    ("case", "recompute"), zip(ALONE, cycle([False, True]), strict=False), ids=name_of
+    ("case", "recompute"), zip([*CASES, *OWN], cycle([False, True]), strict=False), ids=name_of
 )
 def test_p4_conv_equals_pyg_on_the_cut_graph(case: ConvCase, recompute: bool) -> None:
     """From the first step on, with weights that move; and on the whole graph in between."""
     batch = make_batch(case=case)
     net = ConvNet(case, batch)
     engine = one_process_engine(net, partition=PARTITION, cross_edges="drop", recompute=recompute)
-    if case.is_mesh:  # needs groups of four edges, which are torn apart
-        with pytest.raises(UnsupportedError, match="in groups of 4"):
-            engine.forward((), batch)
-        return
     for by in (0.0, 0.1, 0.1):
         move(net, by)
         plain = plain_copy(net)
@@ -79,21 +69,6 @@ def test_p4_conv_equals_pyg_on_the_cut_graph(case: ConvCase, recompute: bool) ->
             assert_same(engine.forward((), batch), plain_copy(net)(*batch.values()))
     assert engine.graphs.trained is not None
     assert not list(engine.graphs.trained.store)
-
-
-@pytest.mark.some_cases(2)
-@pytest.mark.parametrize("case", [one for one in CASES if one.conv in SEEN_LATE], ids=name_of)
-def test_p4_a_mean_over_all_nodes_is_a_step_old(case: ConvCase) -> None:
-    batch = make_batch(case=case)
-    net, inputs = ConvNet(case, batch), list(cut_by_hand(batch).values())
-    engine = one_process_engine(net, partition=PARTITION, cross_edges="drop")
-    oracle = StaleOracle(net, PARTITION)
-    for by in (0.0, 0.1, 0.1):
-        move(net, by)
-        expected = (
-            oracle.chunked(*inputs, order=next_order(engine)) if by else oracle.exact(*inputs)
-        )
-        assert_step(engine, batch, net, expected)
 
 
 def test_p4_features_of_dropped_edges_have_no_gradient() -> None:
