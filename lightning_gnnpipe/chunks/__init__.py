@@ -3,9 +3,8 @@
 from lightning_gnnpipe.chunks.costs import (
     LayerCost,
     StepCosts,
-    counting_saved_bytes,
     measure_layers,
-    now,
+    time_both_ways,
 )
 from lightning_gnnpipe.chunks.inputs import BatchInputs, PassInputs, PlannedInputs
 from lightning_gnnpipe.chunks.step import (

@@ -1,22 +1,20 @@
 """Measures the cost of each layer: seconds, bytes that autograd saves, size of histories.
 
-One layer after the other runs forward and backward on a few chunks, on histories of zeros that it
-has to itself: the model's histories never exist together.
+One layer after the other runs forward and backward on a middle-sized chunk, on histories of zeros
+that it has to itself: the model's histories never exist together.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, Inputs
 from lightning_gnnpipe.chunks.inputs import BatchInputs, PlannedInputs
@@ -33,7 +31,7 @@ from lightning_gnnpipe.stages import (
     solve_balance,
     undisturbed,
 )
-from lightning_gnnpipe.staleness import HistoryOptions, HistoryStore, MomentStore, RowMoments
+from lightning_gnnpipe.staleness import NEVER, HistoryOptions, HistoryStore, MomentStore, RowMoments
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +41,14 @@ class LayerCost:
     Attributes:
         saved_bytes: Bytes that autograd keeps between forward and backward.
         history_bytes: Bytes of its histories and gradient buffers, with more than one chunk.
-        pushed_row_bytes: Bytes of one node's row in all of its histories.
-        num_pushes: Number of its histories.
+        pushed: Entries of one node's row in each of its histories.
     """
 
     forward_s: float
     backward_s: float
     saved_bytes: int
     history_bytes: int = 0
-    pushed_row_bytes: int = 0
-    num_pushes: int = 0
+    pushed: tuple[int, ...] = ()
 
     @property
     def compute_s(self) -> float:
@@ -81,9 +77,8 @@ class StepCosts:
         return solve_balance(costs, num_stages, repeat_costs(layers, repeated, again))
 
 
-_MAX_TIMED = 3  # chunks
-_NUM_RUNS = 5
-_LONGEST_S = 0.3  # time for repeated runs of all layers on a chunk
+_MOST_RUNS = 5
+_LONGEST_S = 1.0  # for repeated runs of all layers
 
 
 def measure_layers(
@@ -94,14 +89,14 @@ def measure_layers(
     inputs: Inputs,
     histories: HistoryOptions,
 ) -> StepCosts:
-    """Time layers, and values that stages may compute again, on a few middle-sized chunks.
+    """Time layers, and values that stages may compute again, on a middle-sized chunk.
 
     Layers that differ only in the values of their weights take the same time, the median. A batch
     of graphs has no histories.
     """
     store: _Zeros | None = None
-    context: MessageContext | NativeContext
     batch: BatchInputs | PlannedInputs
+    context: MessageContext | NativeContext
     if isinstance(plan, BatchPlan):
         batch, context = BatchInputs(call, inputs, plan), NativeContext(1)  # plain BatchNorm
     else:
@@ -111,46 +106,50 @@ def measure_layers(
         context.leaves = batch
     parts = [part_of(layers.segments[i], (name,)) for name, i in layers.repeatable.items()]
     segments = (*layers.segments, *parts)
-    chunks: Sequence[Any] = plan.chunks
-    ranked = sorted(chunks, key=lambda one: one.work)
-    num_timed = min(_MAX_TIMED, max(1, len(ranked) // 4))
-    chosen = ranked[(len(ranked) - num_timed) // 2 :][:num_timed]
-    share = [sum(one.work for one in ranked) / max(one.work, 1) for one in chosen]
+    chunks: list[Any] = sorted(plan.chunks, key=lambda one: one.work)
+    chunk = chunks[len(chunks) // 2]
     leaves = {name for one in segments for name in one.inputs if name.startswith("leaf_")}
-    known = [batch.slice(chunk, leaves) for chunk in chosen]
-    given: list[Tensor] = [p for one in segments for p in one.module.parameters()]
-    given += [t for one in known for t in one.values() if isinstance(t, Tensor)]
-    found, held = np.zeros((len(segments), 3)), []
+    values = batch.slice(chunk, leaves)
+    given = [*module.parameters(), *values.values()]
+
+    def run(segment: Segment) -> NDArray[np.float64]:
+        local = {name: values[name] for name in segment.inputs}
+
+        def compute() -> list[Tensor]:
+            run_segments((segment,), local, chunk, context)
+            return [local[name] for name in segment.outputs]
+
+        found = time_both_ways(compute, [*segment.module.parameters(), *local.values()], given)
+        for name in segment.outputs:
+            values[name] = local[name].detach().requires_grad_(local[name].requires_grad)
+        return found
+
+    times, held = list[NDArray[np.float64]](), []
     with (
         undisturbed(module),
         intercept(find_layers(module), context),
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
-        for number, segment in enumerate(segments):
-            runs = [
-                partial(_run, layers, segment, chunk, values, given, context)
-                for chunk, values in zip(chosen, known, strict=True)
-            ]
-            for run in runs:  # do not time what is computed once per chunk
-                run()
-            best = [_best(run, _LONGEST_S / len(segments)) for run in runs]
-            scaled = [one * factor for one, factor in zip(best, share, strict=True)]
-            found[number] = np.median(scaled, axis=0)
-            held.append({} if store is None else store.empty())
-    forms = [_form_of(segment) for segment in segments]
+        for segment in segments:
+            first_s = run(segment)[:2].sum()  # with what is computed once per chunk
+            num_runs = 1 + int(_LONGEST_S / len(segments) / first_s)
+            runs = [run(segment) for _ in range(min(num_runs, _MOST_RUNS))]
+            times.append(np.min(runs, axis=0))  # load from other processes only adds time
+            held.append((0, ()) if store is None else store.drop())
+    found = np.array(times) * (sum(one.work for one in chunks) / max(chunk.work, 1))
+    forms = list(map(_form_of, segments))
     for form in set(forms):
         same = [i for i, one in enumerate(forms) if one == form]
         found[same, :2] = np.median(found[same, :2], axis=0)
     rows = zip(found.tolist(), held, strict=True)
-    costs = [LayerCost(ahead, back, round(saved), **more) for (ahead, back, saved), more in rows]
-    num_layers = len(layers.segments)
-    again = dict(zip(layers.repeatable, costs[num_layers:], strict=True))
-    return StepCosts(tuple(costs[:num_layers]), again)
+    costs = [LayerCost(ahead, back, round(saved), *more) for (ahead, back, saved), more in rows]
+    again = dict(zip(layers.repeatable, costs[len(layers.segments) :], strict=True))
+    return StepCosts(tuple(costs[: len(layers.segments)]), again)
 
 
 class _OwnMoments(RowMoments):
-    """Uses the first chunk's statistics as the statistics of the last step."""
+    """Uses the chunk's own statistics as the statistics of the last step."""
 
     def sums_of(self, rows: Tensor) -> Tensor:
         if self.total is None:
@@ -165,81 +164,62 @@ class _Zeros(HistoryStore):
 
     def __init__(self, plan: ChunkPlan, options: HistoryOptions) -> None:
         super().__init__(plan.num_nodes, plan.num_chunks, replace(options, device=None))
-        self.is_local = options.device is None
         self.moments = MomentStore(plan.num_chunks, _OwnMoments)
-        self.row_bytes: dict[Hashable, int] = {}  # of one node
+        self.step, self._counts = 1, options.device is None and plan.num_chunks > 1
 
     def push(self, key: Hashable, chunk: Chunk, rows: Tensor, *, keeps_old: bool = False) -> None:
-        entry = self._entry(key, rows)
-        if not entry.is_filled:
-            entry.rows.zero_()
-            entry.is_filled = True
-            if self.num_rows > self.num_chunks:
-                self.row_bytes[key] = rows[:1].nbytes
+        if key not in self:
+            self.load(key, rows.new_zeros(self.num_rows, *rows.shape[1:]), None, 0, NEVER)
         super().push(key, chunk, rows)
 
-    def empty(self) -> dict[str, int]:
+    def drop(self) -> tuple[int, tuple[int, ...]]:
         """Drop all histories; return what a `LayerCost` says of them."""
-        copies = 1 if self.options.method.snapshot_steps is None else 2
-        held = [copies * one.rows.nbytes + one.grads.num_bytes for one in self._entries.values()]
-        kept = sum(held) if self.is_local and self.num_chunks > 1 else 0
-        rows = list(self.row_bytes.values())
+        tables, num_bytes = [self.rows(key) for key in self], self.num_bytes
+        if self.options.method.snapshot_steps is not None:
+            num_bytes += sum(table.nbytes for table in tables)
         self._entries.clear()
-        self.row_bytes.clear()
-        return {"history_bytes": kept, "pushed_row_bytes": sum(rows), "num_pushes": len(rows)}
-
-
-def _best(run: Callable[[], NDArray[np.float64]], limit_s: float) -> NDArray[np.float64]:
-    """Return the minimum times of several runs: load from other processes only adds time."""
-    runs, start = [run()], time.perf_counter()
-    while len(runs) < _NUM_RUNS and time.perf_counter() - start < limit_s:
-        runs.append(run())
-    return np.min(runs, axis=0)
+        pushed = [table[0].numel() for table in tables if table.size(0) == self.num_rows]
+        return num_bytes * self._counts, tuple(pushed)
 
 
 def _form_of(segment: Segment) -> Hashable:
     """Return a key that is equal for segments that differ only in the values of their weights."""
-
-    def form(node: fx.Node) -> Hashable:
-        if node.op == "call_module":
-            module = segment.module.get_submodule(str(node.target))
-            return repr(module), tuple(tuple(p.shape) for p in module.parameters())
-        return node.target if node.op.startswith("call_") else node.op
-
-    return tuple(map(form, segment.module.graph.nodes))
+    nodes, module = segment.module.graph.nodes, segment.module
+    parts = [module.get_submodule(str(one.target)) for one in nodes if one.op == "call_module"]
+    shapes = [(repr(part), *(tuple(p.shape) for p in part.parameters())) for part in parts]
+    called = [str(one.target) if one.op.startswith("call_f") else one.op for one in nodes]
+    return tuple(called), tuple(shapes)
 
 
-def _run(
-    layers: Layers,
-    segment: Segment,
-    chunk: Any,
-    known: dict[str, Any],
-    given: Sequence[Tensor],
-    context: MessageContext | NativeContext,
+def time_both_ways(
+    compute: Callable[[], Sequence[Tensor]], wanted: Iterable[Any], given: Iterable[Any]
 ) -> NDArray[np.float64]:
-    """Run a layer over `chunk`, forward and backward; add its outputs, detached, to `known`.
+    """Run `compute`, and backward from what it returns to `wanted`.
 
-    Returns `[3]`: seconds of forward and of backward, bytes saved in between, without `given`.
+    Returns `[3]`: seconds of forward and of backward, and the bytes of the floating-point tensors
+    that autograd saves in between, without `given`.
     """
-    crossing = [n for n in segment.inputs if n in layers.values and not n.startswith("leaf_")]
-    values = {name: known[name] for name in segment.inputs}
-    for name in crossing:
-        values[name] = known[name].detach().requires_grad_(layers.values[name].requires_grad)
-    wanted: list[Tensor] = [p for p in segment.module.parameters() if p.requires_grad]
-    wanted += [t for t in values.values() if isinstance(t, Tensor) and t.requires_grad]
-    with counting_saved_bytes(given) as saved:
+    saved: dict[int, int] = {}  # bytes by address
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.layout is torch.strided and tensor.is_floating_point():  # no matrix
+            saved.setdefault(tensor.untyped_storage().data_ptr(), tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         start = now()
-        run_segments((segment,), values, chunk, context)
-        forward_s = now() - start
-    roots = [values[name] for name in segment.outputs if values[name].requires_grad]
-    known |= {name: values[name].detach() for name in segment.outputs}
-    backward_s = 0.0
-    if roots and wanted:
+        outputs = compute()
+        middle = now()
+    roots = [one for one in outputs if one.requires_grad]
+    leaves = [one for one in wanted if isinstance(one, Tensor) and one.requires_grad]
+    if roots and leaves:
         grads = [torch.ones_like(root) for root in roots]
-        start = now()
-        torch.autograd.grad(roots, wanted, grads, allow_unused=True)
-        backward_s = now() - start
-    return np.array((forward_s, backward_s, sum(saved)))
+        torch.autograd.grad(roots, leaves, grads, allow_unused=True)
+    end = now()
+    for one in given:
+        if isinstance(one, Tensor) and one.layout is torch.strided:
+            saved.pop(one.untyped_storage().data_ptr(), None)
+    return np.array((middle - start, end - middle, sum(saved.values())))
 
 
 def now() -> float:
@@ -247,22 +227,3 @@ def now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-@contextmanager
-def counting_saved_bytes(given: Iterable[Tensor]) -> Iterator[list[int]]:
-    """Yield the bytes of each tensor that autograd saves within the block, except `given`."""
-    seen = {tensor.untyped_storage().data_ptr() for tensor in given}
-    saved: list[int] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.layout is not torch.strided:  # a matrix that is an argument
-            return tensor
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen and tensor.is_floating_point():
-            seen.add(storage.data_ptr())
-            saved.append(tensor.numel() * tensor.element_size())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield saved

@@ -19,9 +19,8 @@ from lightning_gnnpipe.calls import Call, Inputs, Kind
 from lightning_gnnpipe.chunks import (
     LayerCost,
     StepCosts,
-    counting_saved_bytes,
     measure_layers,
-    now,
+    time_both_ways,
 )
 from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.errors import ConfigError
@@ -301,7 +300,7 @@ class Forecaster:
             forward_s=forward_s,
             backward_s=backward_s,
             halo_bytes=[rows * sum(map(self._halo_row_bytes, one)) for one in costs],
-            num_messages=[peers * sum(cost.num_pushes for cost in one) for one in costs],
+            num_messages=[peers * sum(len(cost.pushed) for cost in one) for one in costs],
             cut_bytes=[busiest * ahead for ahead, _ in cuts],
             cut_grad_bytes=[busiest * back for _, back in cuts],
             link=self._target.link,
@@ -314,10 +313,7 @@ class Forecaster:
 
     def _halo_row_bytes(self, cost: LayerCost) -> int:
         """Return the encoded bytes of a layer's row, mean of both directions; approximate."""
-        codecs, shape = (
-            get_codecs(self._options.halo_codec),
-            (_MANY_ROWS, cost.pushed_row_bytes // 4),
-        )
+        codecs, shape = get_codecs(self._options.halo_codec), (_MANY_ROWS, sum(cost.pushed))
         num_bytes = sum(codec.payload_bytes(shape, torch.float32) for codec in codecs)
         return num_bytes // (len(codecs) * _MANY_ROWS)
 
@@ -348,21 +344,17 @@ def _cut_checked(target: Target, *, is_cut: bool) -> Layers:
 def _time_plain(target: Target) -> tuple[float, int]:
     """Return the seconds of forward and backward as PyG runs them, and bytes of activations."""
     module, call = target.module, target.call
-    given = (*call.leaves, *module.parameters(), *module.buffers())
-    times, saved_bytes = [], 0
+    wanted = [*module.parameters(), *call.leaves]
     with without_memory(find_convs(module)), undisturbed(module), torch.enable_grad():
-        for _ in range(1 + _NUM_RUNS):  # the first one warms up
-            start = now()
-            with counting_saved_bytes(given) as saved:
-                outputs = flatten(call.run(module, call.leaves))
-            roots = [output for output in outputs if output.requires_grad]
-            wanted = [p for p in (*module.parameters(), *call.leaves) if p.requires_grad]
-            if roots and wanted:
-                grads = [torch.ones_like(root) for root in roots]
-                torch.autograd.grad(roots, wanted, grads, allow_unused=True)
-            times.append(now() - start)
-            saved_bytes = sum(saved)
-    return median(times[1:]), saved_bytes
+        runs = [
+            time_both_ways(
+                lambda: flatten(call.run(module, call.leaves)),
+                wanted,
+                (*wanted, *module.buffers()),
+            )
+            for _ in range(1 + _NUM_RUNS)  # the first one warms up
+        ]
+    return median(one[:2].sum() for one in runs[1:]), round(runs[-1][2])
 
 
 def _blank_output(target: Target, layers: Layers) -> Any:

@@ -8,4 +8,10 @@ from lightning_gnnpipe.staleness.method import (
     name_method,
 )
 from lightning_gnnpipe.staleness.moments import MomentStore, RowMoments, mean_and_var, sums_by_chunk
-from lightning_gnnpipe.staleness.store import HistoryStore, ShardLink, Staleness, StalenessRecorder
+from lightning_gnnpipe.staleness.store import (
+    NEVER,
+    HistoryStore,
+    ShardLink,
+    Staleness,
+    StalenessRecorder,
+)
