@@ -9,15 +9,13 @@ import pytest
 
 from lightning_gnnpipe.planning import LayoutWork, Link, factorize, time_layout
 
-# 2 stages, 4 chunks: a chunk takes 1 s forward and 2 s backward.
+# 2 stages, 4 chunks: a chunk takes 3 s forward and backward.
 WORK = LayoutWork(
     num_chunks=4,
-    forward_s=[4.0, 4.0],
-    backward_s=[8.0, 8.0],
+    compute_s=[12.0, 12.0],
     halo_bytes=[0, 0],
     num_messages=[0, 0],
     cut_bytes=[0],
-    cut_grad_bytes=[0],
     link=Link(100.0, 0.0),
 )
 
@@ -27,41 +25,40 @@ def step_s(**changes: Any) -> float:
 
 
 def test_the_slowest_stage_fills_and_drains() -> None:
-    assert step_s() == (4 + 1) * (1 + 2)
+    assert step_s() == (4 + 1) * 3
     assert time_layout(WORK)[1] == pytest.approx(1 / 5)
-    assert step_s(forward_s=[8.0, 4.0]) == (4 + 1) * (2 + 2)
-    assert step_s(num_chunks=1) == 2 * (4 + 8)
+    assert step_s(compute_s=[16.0, 12.0]) == (4 + 1) * 4
+    assert step_s(num_chunks=1) == 2 * 12
 
 
 def test_an_exchange_holds_up_each_chunk_unless_it_is_asynchronous() -> None:
-    halo = {"halo_bytes": [1200, 1200]}  # 12 s each way
-    assert step_s(**halo) == (4 + 1) * (1 + 3 + 2 + 3)
+    halo = {"halo_bytes": [2400, 2400]}  # 24 s
+    assert step_s(**halo) == (4 + 1) * (3 + 6)
     assert time_layout(replace(WORK, **halo))[1] == pytest.approx(1 - 12 / 45)
-    assert step_s(**halo, waits_for_halo=False) == 12 + 12  # as long as the link takes
-    assert step_s(**halo, waits_for_halo=False, link=Link(1e6, 0.0)) == (4 + 1) * (1 + 2)
+    assert step_s(**halo, waits_for_halo=False) == 24  # as long as the link takes
+    assert step_s(**halo, waits_for_halo=False, link=Link(1e6, 0.0)) == (4 + 1) * 3
 
 
 def test_a_message_takes_time_whatever_its_size() -> None:
     """Across a cut it is late once; in exchanges each one holds up the stage."""
     link = Link(100.0, 0.25)
-    assert step_s(link=link) == (4 + 1) * (1 + 2) + 2 * 0.25
-    assert step_s(link=link, num_messages=[8, 8]) == (4 + 1) * (1 + 0.5 + 2 + 0.5) + 2 * 0.25
+    assert step_s(link=link) == (4 + 1) * 3 + 2 * 0.25
+    assert step_s(link=link, num_messages=[8, 8]) == (4 + 1) * (3 + 0.5) + 2 * 0.25
     assert step_s(link=link, num_rounds=2) == step_s(link=link) + 2 * 0.25
 
 
 def test_a_slow_cut_sets_the_pace() -> None:
-    assert step_s(cut_bytes=[2000]) == (1 + 4 * 5 + 1) + (4 + 1) * 2
-    assert step_s(cut_grad_bytes=[2000]) == (4 + 1) * 1 + (2 + 4 * 5 + 2)
+    assert step_s(cut_bytes=[2000]) == 3 + 4 * 5 + 3
 
 
-def test_outputs_weights_and_loss_come_on_top() -> None:
-    more = {"output_bytes": 300, "num_rounds": 2, "weight_bytes": 700, "loss_s": 0.5}
-    assert step_s(**more) == step_s() + 2 * 3 + 7 + 0.5
+def test_outputs_and_weights_come_on_top() -> None:
+    more = {"output_bytes": 300, "num_rounds": 2, "weight_bytes": 700}
+    assert step_s(**more) == step_s() + 2 * 3 + 7
 
 
 def test_one_rank_sends_nothing() -> None:
-    one = {"forward_s": [4.0], "backward_s": [8.0], "halo_bytes": [0], "num_messages": [0]}
-    assert step_s(**one, cut_bytes=[], cut_grad_bytes=[], output_bytes=1000) == 12
+    one = {"compute_s": [12.0], "halo_bytes": [0], "num_messages": [0], "cut_bytes": []}
+    assert step_s(**one, output_bytes=1000) == 12
 
 
 def test_factorisations() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,6 @@ def make_module(net: nn.Module | None = None, kind: Any = NodeClassifier) -> Any
     return kind(net, NUM_CLASSES)
 
 
-Logs = pytest.LogCaptureFixture
 ASKED = {"num_stages", "num_shards", "num_devices", "link_gbit_per_s", "message_us", "memory_gib"}
 
 
@@ -131,18 +129,13 @@ def test_times_add_up() -> None:
     compute_s = sum(stage.compute_s for stage in plan.layout.stages)
     assert compute_s == pytest.approx(sum(cost.compute_s for cost in plan.layer_costs))
     slowest_s = max(stage.compute_s for stage in plan.layout.stages)
-    ways = ("forward_s", "backward_s")  # another stage may be the slowest in one of them
-    assert slowest_s * (4 + 3 - 1) / 4 <= 1.001 * (plan.layout.step_s - plan.loss_s)
-    num_layers = max(stage.num_layers for stage in plan.layout.stages)
-    most_s = sum(max(getattr(c, way) for c in plan.layer_costs) for way in ways) * num_layers
-    assert plan.layout.step_s < most_s * 6 / 4 + 2 * plan.loss_s
-    assert 0 < plan.loss_s < plan.layout.step_s
+    assert plan.layout.step_s == pytest.approx(slowest_s * (4 + 3 - 1) / 4, rel=1e-3)
     late = plan_of(module, num_stages=3, message_us=1e6)
     # two cuts forward and back, two rounds for the outputs
     assert late.layout.step_s > 2 * 2 + 2 * 1
     slow = plan_of(module, num_stages=3, link_gbit_per_s=1e-4)
     assert slow.layout.step_s > slow.layout.step_bytes / 3 / (1e-4 * 1e9 / 8) / 2
-    assert slow.best.sizes == (1, 1, 1) or slow.plain_s == min(slow.plain_s, slow.best.step_s)
+    assert slow.best.sizes == (1, 1, 1)
     assert any(line.startswith("Fastest: ") for line in slow.advice)
     assert any(line.startswith("A chunk takes only ") for line in slow.advice)  # of a small graph
     whole = plan_of(module, num_chunks=1, num_stages=3)
@@ -151,40 +144,20 @@ def test_times_add_up() -> None:
     assert "forward" not in module.net.__dict__
 
 
-def saved_bytes(module: nn.Module, *args: Tensor) -> int:
-    """Return the floating-point bytes that a plain forward saves, weights and arguments aside."""
-    saved: list[Tensor] = []  # kept, so that no storage is freed and its address used again
-    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda _: None):
-        module(*args)
-    sizes = {t.untyped_storage().data_ptr(): t.nbytes for t in saved if t.is_floating_point()}
-    known = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *args)}
-    return sum(size for place, size in sizes.items() if place not in known)
-
-
-def test_one_device_with_one_chunk_and_a_plain_trainer_are_shown_first() -> None:
+def test_one_device_with_one_chunk_is_shown_first() -> None:
     data, net = make_data(), GCNII(NUM_FEATURES, WIDTH, NUM_CLASSES, num_layers=6, dropout=0.0)
     plan = plan_of(make_module(net), data, num_stages=2)
     one = plan.layouts[0]
     assert one.sizes == (1, 1, 1)
     assert one.step_bytes == 0 and one.bubble_frac == pytest.approx(0, abs=1e-9)
-    assert plan.plain_s is not None and plan.plain_bytes is not None
-    assert plan.plain_s > plan.loss_s
     weights = 4 * sum(p.nbytes for p in net.parameters())
     outputs = 2 * NUM_NODES * NUM_CLASSES * 4
     given = weights + outputs + data.x.nbytes + data.edge_index.nbytes
-    assert plan.plain_bytes - given == saved_bytes(net, data.x, data.edge_index)
     assert one.memory_bytes > given  # and activations, no histories
     lines = str(plan).splitlines()
-    names = ("plain Trainer", "one device, 1 chunk", "graph parallel, 2 shards, 1 chunk")
+    names = ("one device, 1 chunk", "graph parallel, 2 shards, 1 chunk")
     for name in (*names, "[pipeline, 2 stages, 4 chunks]", "Fastest: "):
         assert sum(name in line for line in lines) == 1
-
-
-def test_a_plain_step_of_a_large_graph_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_gnnpipe.planning.forecast._LARGE_WORK", 200)
-    plan = plan_of()
-    assert plan.plain_s is None and plan.plain_bytes is None
-    assert "plain Trainer" not in str(plan) and "Fastest: " in str(plan)
 
 
 def test_stages_take_longer_that_compute_the_encoder_again() -> None:
@@ -277,35 +250,6 @@ def test_fewer_bits_are_fewer_bytes_in_the_plan_as_well() -> None:
     assert cut[2] < cut_grads[2] < plain[2]
 
 
-class Manual(NodeClassifier):
-    """Manual optimization asks the Trainer for its optimizers."""
-
-    def training_step(self, batch: Data, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.optimizers()
-        return loss
-
-
-class Picky(NodeClassifier):
-    """Does not take the outputs that are given to time it."""
-
-    def training_step(self, batch: Data, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        assert loss.item() != pytest.approx(math.log(NUM_CLASSES))
-        return loss
-
-
-@pytest.mark.parametrize("kind", [Manual, Picky])
-def test_a_loss_that_cannot_be_timed_is_left_out(kind: Any, caplog: Logs) -> None:
-    plan = plan_of(make_module(kind=kind))
-    assert plan.loss_s == 0
-    assert (
-        "The plan leaves out the time of the loss, which failed on outputs of zeros ("
-        in caplog.text
-    )
-    assert plan.layout.step_s > 0
-
-
 def test_planning_leaves_the_batch_and_the_layers_caches_alone() -> None:
     class Counts(NodeClassifier):
         def training_step(self, batch: Data, batch_idx: int) -> Any:
@@ -380,7 +324,7 @@ def test_options_of_the_strategy_count() -> None:
         ({}, {"link_gbit_per_s": 0.0}, "'link_gbit_per_s' to be positive"),
         ({}, {"memory_gib": -1.0}, "'memory_gib' to be positive"),
         ({}, {"message_us": 0.0}, "'message_us' to be positive"),
-        ({}, {"num_devices": 0}, "'num_devices' to be at least 1"),
+        ({}, {"num_devices": 0}, "'num_devices' to be positive"),
         ({}, {"num_devices": 4, "num_stages": 2}, "either 'num_stages' or 'num_devices'"),
         ({}, {"num_stages": 7}, "7 stages and 6 layers"),
     ],

@@ -7,8 +7,9 @@ that it has to itself: the model's histories never exist together.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -112,18 +113,6 @@ def measure_layers(
     values = batch.slice(chunk, leaves)
     given = [*module.parameters(), *values.values()]
 
-    def run(segment: Segment) -> NDArray[np.float64]:
-        local = {name: values[name] for name in segment.inputs}
-
-        def compute() -> list[Tensor]:
-            run_segments((segment,), local, chunk, context)
-            return [local[name] for name in segment.outputs]
-
-        found = time_both_ways(compute, [*segment.module.parameters(), *local.values()], given)
-        for name in segment.outputs:
-            values[name] = local[name].detach().requires_grad_(local[name].requires_grad)
-        return found
-
     times, held = list[NDArray[np.float64]](), []
     with (
         undisturbed(module),
@@ -132,9 +121,10 @@ def measure_layers(
         torch.enable_grad(),
     ):
         for segment in segments:
-            first_s = run(segment)[:2].sum()  # with what is computed once per chunk
+            run = partial(_run, segment, values, chunk, context, given)
+            first_s = run()[:2].sum()  # with what is computed once per chunk
             num_runs = 1 + int(_LONGEST_S / len(segments) / first_s)
-            runs = [run(segment) for _ in range(min(num_runs, _MOST_RUNS))]
+            runs = [run() for _ in range(min(num_runs, _MOST_RUNS))]
             times.append(np.min(runs, axis=0))  # load from other processes only adds time
             held.append((0, ()) if store is None else store.drop())
     found = np.array(times) * (sum(one.work for one in chunks) / max(chunk.work, 1))
@@ -191,13 +181,16 @@ def _form_of(segment: Segment) -> Hashable:
     return tuple(called), tuple(shapes)
 
 
-def time_both_ways(
-    compute: Callable[[], Sequence[Tensor]], wanted: Iterable[Any], given: Iterable[Any]
+def _run(
+    segment: Segment,
+    values: dict[str, Any],
+    chunk: Any,
+    context: MessageContext | NativeContext,
+    given: Sequence[Any],
 ) -> NDArray[np.float64]:
-    """Run `compute`, and backward from what it returns to `wanted`.
+    """Run a layer over `chunk`, forward and backward; add its outputs, detached, to `values`.
 
-    Returns `[3]`: seconds of forward and of backward, and the bytes of the floating-point tensors
-    that autograd saves in between, without `given`.
+    Returns `[3]`: seconds of forward and of backward, bytes saved in between, without `given`.
     """
     saved: dict[int, int] = {}  # bytes by address
 
@@ -206,20 +199,27 @@ def time_both_ways(
             saved.setdefault(tensor.untyped_storage().data_ptr(), tensor.nbytes)
         return tensor
 
+    local = {name: values[name] for name in segment.inputs}
+    wanted = [one for one in (*segment.module.parameters(), *local.values()) if _needs_grad(one)]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         start = now()
-        outputs = compute()
+        run_segments((segment,), local, chunk, context)
         middle = now()
-    roots = [one for one in outputs if one.requires_grad]
-    leaves = [one for one in wanted if isinstance(one, Tensor) and one.requires_grad]
-    if roots and leaves:
+    roots = [local[name] for name in segment.outputs if _needs_grad(local[name])]
+    if roots and wanted:
         grads = [torch.ones_like(root) for root in roots]
-        torch.autograd.grad(roots, leaves, grads, allow_unused=True)
+        torch.autograd.grad(roots, wanted, grads, allow_unused=True)
     end = now()
     for one in given:
         if isinstance(one, Tensor) and one.layout is torch.strided:
             saved.pop(one.untyped_storage().data_ptr(), None)
+    for name in segment.outputs:
+        values[name] = local[name].detach().requires_grad_(local[name].requires_grad)
     return np.array((middle - start, end - middle, sum(saved.values())))
+
+
+def _needs_grad(one: Any) -> bool:
+    return isinstance(one, Tensor) and one.requires_grad
 
 
 def now() -> float:

@@ -1,7 +1,7 @@
 """Seconds of a training step on S stages of G shards each, by closed forms.
 
-All K chunks pass S stages in `(K + S - 1) / K` times what the slowest stage takes, forward and then
-backward; a link that is slower than the stages sets the pace instead. A message takes
+All K chunks pass S stages, forward and backward, in `(K + S - 1) / K` times what the slowest stage
+takes; a link that is slower than the stages sets the pace instead. A message takes
 `message_s + num_bytes / bytes_per_s` (Hockney, The communication challenge for MPP, 1994). Ignored:
 ranks of one machine share its memory and cores.
 """
@@ -41,58 +41,46 @@ class LayoutWork:
 
     Attributes:
         num_chunks: Chunks, K.
-        forward_s: For each stage, seconds of computing all chunks.
-        backward_s: The same, backward.
-        halo_bytes: For each stage, bytes exchanged between shards forward; backward has as many.
+        compute_s: For each stage, seconds of computing all chunks, forward and backward.
+        halo_bytes: For each stage, bytes exchanged between shards, in both phases.
         num_messages: For each stage, the messages of them.
-        cut_bytes: For each of S - 1 cuts, bytes sent forward.
-        cut_grad_bytes: The same, backward.
+        cut_bytes: For each of S - 1 cuts, bytes sent, in both phases.
         weight_bytes: Bytes of gradients of weights over the busiest link.
         output_bytes: Bytes of the outputs of all nodes.
         num_rounds: Rounds of sending them to all ranks.
-        loss_s: Seconds between forward and backward, on every rank.
         waits_for_halo: Whether ranks wait for exchanges; else they only need to keep up.
     """
 
     num_chunks: int
-    forward_s: Sequence[float]
-    backward_s: Sequence[float]
+    compute_s: Sequence[float]
     halo_bytes: Sequence[float]
     num_messages: Sequence[int]
     cut_bytes: Sequence[float]
-    cut_grad_bytes: Sequence[float]
     link: Link
     weight_bytes: float = 0.0
     output_bytes: float = 0.0
     num_rounds: int = 0
-    loss_s: float = 0.0
     waits_for_halo: bool = True
 
 
 def time_layout(work: LayoutWork) -> tuple[float, float]:
     """Return the seconds of a step, and the share of it in which ranks neither compute nor copy."""
-    link, num_stages, num_chunks = work.link, len(work.forward_s), work.num_chunks
+    link, num_stages, num_chunks = work.link, len(work.compute_s), work.num_chunks
     halo_s = [
         number * link.message_s + size / link.bytes_per_s
         for number, size in zip(work.num_messages, work.halo_bytes, strict=True)
     ]
-    pipeline_s = 0.0
-    for compute_s, cuts in (
-        (work.forward_s, work.cut_bytes),
-        (work.backward_s, work.cut_grad_bytes),
-    ):
-        waited_s = halo_s if work.waits_for_halo else [0.0] * num_stages
-        slowest_s = max(a + b for a, b in zip(compute_s, waited_s, strict=True))
-        on_cut_s = max(cuts, default=0.0) / link.bytes_per_s
-        pipeline_s += max(
-            slowest_s * (num_chunks + num_stages - 1) / num_chunks,
-            slowest_s * num_stages / num_chunks + on_cut_s,
-            *halo_s,
-        )
-        pipeline_s += (num_stages - 1) * link.message_s
+    waited_s = halo_s if work.waits_for_halo else [0.0] * num_stages
+    slowest_s = max(a + b for a, b in zip(work.compute_s, waited_s, strict=True))
+    pipeline_s = max(
+        slowest_s * (num_chunks + num_stages - 1) / num_chunks,
+        slowest_s * num_stages / num_chunks + max(work.cut_bytes, default=0.0) / link.bytes_per_s,
+        *halo_s,
+    )
+    pipeline_s += 2 * (num_stages - 1) * link.message_s
     outputs_s = work.num_rounds * (link.message_s + work.output_bytes / link.bytes_per_s)
-    step_s = pipeline_s + outputs_s + work.weight_bytes / link.bytes_per_s + work.loss_s
-    busy_s = sum(work.forward_s) + sum(work.backward_s)
+    step_s = pipeline_s + outputs_s + work.weight_bytes / link.bytes_per_s
+    busy_s = sum(work.compute_s)
     return step_s, 1 - busy_s / (num_stages * pipeline_s) if pipeline_s else 0.0
 
 

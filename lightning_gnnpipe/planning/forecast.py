@@ -7,10 +7,8 @@ link speed, memory         |
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +18,6 @@ from lightning_gnnpipe.chunks import (
     LayerCost,
     StepCosts,
     measure_layers,
-    time_both_ways,
 )
 from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.errors import ConfigError
@@ -36,7 +33,7 @@ from lightning_gnnpipe.graph import (
     split_chunks,
 )
 from lightning_gnnpipe.layers import check_support, find_convs, find_layers, without_memory
-from lightning_gnnpipe.methods import flatten, raising_own_errors
+from lightning_gnnpipe.methods import raising_own_errors
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.planning.closed_forms import (
     LayoutWork,
@@ -63,12 +60,10 @@ from lightning_gnnpipe.stages import (
     is_listed,
     solve_balance,
     split_layers,
-    undisturbed,
 )
 from lightning_gnnpipe.steps import stages_of_norms
 
 _LARGE_WORK = 2**20  # nodes and edges of a chunk that is as fast, for each of them, as any larger
-_NUM_RUNS = 3
 _MANY_ROWS = 2**10  # enough to neglect the fixed bytes of a message
 _TRAINED = 4  # a weight, its gradient, two optimizer states
 
@@ -81,7 +76,6 @@ class Target:
         options: Of the strategy; its layout and number of chunks are ignored.
         link: Of each rank.
         memory_gib: Memory of a rank; None for no limit.
-        time_loss: Returns the seconds of loss, metrics and their backward, for an output.
     """
 
     module: nn.Module
@@ -92,7 +86,6 @@ class Target:
     num_chunks: int
     link: Link
     memory_gib: float | None
-    time_loss: Callable[[Any], float]
 
 
 class Forecaster:
@@ -123,8 +116,6 @@ class Forecaster:
         num_large = -(-(inputs.num_nodes + edge_index.size(1)) // _LARGE_WORK)
         if num_large < num_chunks:
             self._whole_costs = self._measure(assignment * num_large // num_chunks, None)[1]
-        self._loss_s = target.time_loss(_blank_output(target, self._layers))
-        self._plain = _time_plain(target) if num_large == 1 else None
         # Of the batch, and of the outputs of all nodes with their gradient.
         self._given_bytes = _bytes_of(target.call.leaves) + 2 * self._split(1, 1).output_bytes
 
@@ -143,8 +134,7 @@ class Forecaster:
         chosen = choose_layout(layouts)
         if self._asked is not None:
             chosen = layouts[sizes.index((*self._asked, self._target.num_chunks))]
-        chunks, plain = self._chunks, self._plain
-        given_bytes = self._given_bytes + _TRAINED * _bytes_of(self._module.parameters())
+        chunks = self._chunks
         return PipelinePlan(
             layout=chosen,
             layouts=layouts,
@@ -156,10 +146,7 @@ class Forecaster:
             chunk_edges=tuple(chunk.num_edges for chunk in chunks.chunks),
             halo_rows=tuple(chunk.num_halo for chunk in chunks.chunks),
             edge_cut_frac=edge_cut_frac(self._edge_index, self._assignment),
-            loss_s=self._loss_s,
             link=self._target.link,
-            plain_s=None if plain is None else plain[0] + self._loss_s,
-            plain_bytes=None if plain is None else plain[1] + given_bytes,
         )
 
     def _layouts(self, num_devices: int) -> list[tuple[int, int, int]]:
@@ -287,27 +274,22 @@ class Forecaster:
         slowest, busiest = _largest_frac(work), max(map(_largest_frac, (sizes.nodes, sizes.edges)))
         rows = int(torch.maximum(sizes.sent, sizes.received).amax(1).sum())
         peers = int(sizes.peers.amax(1).sum())
-        forward_s = [slowest * sum(c.forward_s for c in one) for one in costs]
-        backward_s = [slowest * sum(c.backward_s for c in one) for one in costs]
-        if self._options.recompute:
-            backward_s = [a + b for a, b in zip(forward_s, backward_s, strict=True)]
+        again = self._options.recompute
+        compute_s = [sum(c.compute_s + again * c.forward_s for c in one) for one in costs]
         codecs = get_codecs(self._options.cut_codec)
         cuts = [split.cut_bytes(stage, codecs) for stage in split.stages[:-1]]
         ring = 2 * (num_shards - 1) / num_shards  # all-reduce over the shards
         copies = 0 if self._options.weights == "staged" else num_others
         return LayoutWork(
             num_chunks=num_chunks,
-            forward_s=forward_s,
-            backward_s=backward_s,
-            halo_bytes=[rows * sum(map(self._halo_row_bytes, one)) for one in costs],
-            num_messages=[peers * sum(len(cost.pushed) for cost in one) for one in costs],
-            cut_bytes=[busiest * ahead for ahead, _ in cuts],
-            cut_grad_bytes=[busiest * back for _, back in cuts],
+            compute_s=[slowest * one for one in compute_s],
+            halo_bytes=[2 * rows * sum(map(self._halo_row_bytes, one)) for one in costs],
+            num_messages=[2 * peers * sum(len(cost.pushed) for cost in one) for one in costs],
+            cut_bytes=[busiest * sum(both) for both in cuts],
             link=self._target.link,
             weight_bytes=(ring + copies) * max(map(_bytes_of, map(split.weights_of, split.stages))),
             output_bytes=split.output_bytes,
             num_rounds=num_rounds(len(split.stages) * num_shards),
-            loss_s=self._loss_s,
             waits_for_halo=not self._options.async_halo,
         )
 
@@ -339,38 +321,6 @@ def _cut_checked(target: Target, *, is_cut: bool) -> Layers:
         if options.self_check and (is_cut or is_listed(module)):
             check_layers(module, layers, call, inputs, on_chunks=is_cut)
     return layers
-
-
-def _time_plain(target: Target) -> tuple[float, int]:
-    """Return the seconds of forward and backward as PyG runs them, and bytes of activations."""
-    module, call = target.module, target.call
-    wanted = [*module.parameters(), *call.leaves]
-    with without_memory(find_convs(module)), undisturbed(module), torch.enable_grad():
-        runs = [
-            time_both_ways(
-                lambda: flatten(call.run(module, call.leaves)),
-                wanted,
-                (*wanted, *module.buffers()),
-            )
-            for _ in range(1 + _NUM_RUNS)  # the first one warms up
-        ]
-    return median(one[:2].sum() for one in runs[1:]), round(runs[-1][2])
-
-
-def _blank_output(target: Target, layers: Layers) -> Any:
-    """Return zeros in the structure and shapes of the module's output."""
-    inputs = target.inputs
-    tensors = [
-        torch.zeros(
-            (inputs.num_rows(value.kind, value.edge_set), *value.row_shape),
-            dtype=value.dtype,
-            device=inputs.edge_index.device,
-            requires_grad=value.requires_grad,
-        )
-        for value in (layers.values[name] for name in layers.outputs)
-    ]
-    with undisturbed(target.module):
-        return layers.rebuild_output(tensors, target.call.leaves)
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:

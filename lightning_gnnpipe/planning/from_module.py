@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data, Dataset
 
 from lightning_gnnpipe.batches import check_replicas
 from lightning_gnnpipe.calls import classify, flatten_call
-from lightning_gnnpipe.chunks import time_both_ways
-from lightning_gnnpipe.errors import ConfigError, Fallbacks
-from lightning_gnnpipe.methods import PipelinedMethod, flatten, is_one_graph
+from lightning_gnnpipe.errors import ConfigError
+from lightning_gnnpipe.methods import PipelinedMethod, is_one_graph
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.planning.closed_forms import MESSAGE_S, Link
 from lightning_gnnpipe.planning.forecast import Forecaster, Target
@@ -35,9 +29,6 @@ from lightning_gnnpipe.stages import (
 )
 from lightning_gnnpipe.steps import graph_of_node, num_nodes
 
-log = logging.getLogger(__name__)
-
-_NUM_TIMED = 3
 _LINK_GBIT_PER_S = 10.0  # typical between machines
 
 
@@ -85,6 +76,7 @@ def plan_pipeline(
         ("link_gbit_per_s", link_gbit_per_s, "10 is usual between machines."),
         ("message_us", message_us, "Leave it out if you do not know it."),
         ("memory_gib", memory_gib, "Leave it out if there is no limit."),
+        ("num_devices", num_devices, "Give the number of devices of all stages together."),
     ):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(expected=f"'{name}' to be positive", found=str(value), remedy=remedy)
@@ -92,10 +84,19 @@ def plan_pipeline(
         _LINK_GBIT_PER_S if link_gbit_per_s is None else link_gbit_per_s,
         MESSAGE_S if message_us is None else message_us / 1e6,
     )
-    num_devices, asked = _asked_layout(options, num_stages, num_shards, num_devices)
+    asked = None
+    if num_devices is None:
+        asked = 2 if num_stages is None else num_stages, num_shards or options.graph_parallel
+        num_devices = asked[0] * asked[1]
+    elif num_stages is not None:
+        raise ConfigError(
+            expected="either 'num_stages' or 'num_devices'",
+            found=f"both, {num_stages} and {num_devices}",
+            remedy="Leave out num_stages: with num_devices, the plan chooses it.",
+        )
     with as_written(module):
         found = find_pipelined(module, options.pipelined_module)
-    name, pipelined, method = found
+    _, pipelined, method = found
     batch = _first_batch(data)
     captured = _capture(module, PipelinedMethod(pipelined, method, lambda: True), batch)
     if captured is None:
@@ -125,35 +126,9 @@ def plan_pipeline(
         num_chunks=options.count_chunks(asked[0] if asked else num_devices, inputs.num_nodes),
         link=link,
         memory_gib=memory_gib,
-        time_loss=partial(_time_loss, module, name, method, batch),
     )
     with as_written(module), switched(pipelined, True):
         return Forecaster(target, asked).plan(num_devices)
-
-
-def _asked_layout(
-    options: StrategyOptions,
-    num_stages: int | None,
-    num_shards: int | None,
-    num_devices: int | None,
-) -> tuple[int, tuple[int, int] | None]:
-    """Return the number of devices, and the requested stages and shards; None for the best."""
-    if num_devices is None:
-        layout = 2 if num_stages is None else num_stages, num_shards or options.graph_parallel
-        return layout[0] * layout[1], layout
-    if num_stages is not None:
-        raise ConfigError(
-            expected="either 'num_stages' or 'num_devices'",
-            found=f"both, {num_stages} and {num_devices}",
-            remedy="Leave out num_stages: with num_devices, the plan chooses it.",
-        )
-    if num_devices < 1:
-        raise ConfigError(
-            expected="'num_devices' to be at least 1",
-            found=str(num_devices),
-            remedy="Give the number of devices of all stages and shards together.",
-        )
-    return num_devices, None
 
 
 def _first_batch(data: Data | Dataset | pl.LightningDataModule | DataLoader[Any]) -> Any:
@@ -192,36 +167,3 @@ def _capture(
     finally:
         method.detach()
     return None
-
-
-def _time_loss(
-    module: pl.LightningModule, name: str, method: str, batch: Any, output: Any
-) -> float:
-    """Time `training_step` and backward without the pipelined module, on a copy; 0 if it fails."""
-    try:
-        twin = copy.deepcopy(module)
-        vars(twin.get_submodule(name))[method] = lambda *args, **kwargs: output
-        with (
-            as_written(twin),
-            torch.random.fork_rng(),
-            warnings.catch_warnings(),
-            torch.enable_grad(),
-        ):
-            warnings.simplefilter("ignore")  # Lightning warns of `self.log` without a Trainer
-            wanted = [*twin.parameters(), *flatten(output)]
-            runs = [
-                time_both_ways(partial(_loss_of, twin, copy.copy(batch)), wanted, ())
-                for _ in range(_NUM_TIMED)
-            ]
-            return median(float(one[:2].sum()) for one in runs)
-    except Exception as error:  # user code may fail on outputs of zeros
-        Fallbacks(log).tell(
-            "The plan leaves out the time of the loss, which failed on outputs of zeros (%r).",
-            error,
-        )
-        return 0.0
-
-
-def _loss_of(module: pl.LightningModule, batch: Any) -> list[Tensor]:
-    result: Any = module.training_step(batch, 0)
-    return [result["loss"] if isinstance(result, Mapping) else result]

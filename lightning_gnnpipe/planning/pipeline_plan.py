@@ -42,8 +42,8 @@ class LayoutForecast:
         stages: Forecast of each stage.
         num_shards: Shards of the graph, G: ranks of each stage.
         num_chunks: Chunks, K.
-        step_s: Predicted seconds, without the optimizer, on one device per rank. Ranks that share a
-            memory's bandwidth are slower.
+        step_s: Predicted seconds on one device per rank, without loss, metrics and optimizer, which
+            every rank computes. Ranks that share a memory's bandwidth are slower.
         bubble_frac: Share of all ranks' time, forward and backward, in which they do not compute.
         step_bytes: Bytes sent in a step, without statistics of norms.
         bytes_by_weights: `step_bytes` with each value of the strategy's `weights`.
@@ -106,13 +106,7 @@ class PipelinePlan:
         chunk_edges: Edges that end in each chunk.
         halo_rows: Nodes of other chunks that each chunk reads.
         edge_cut_frac: Share of the edges between two chunks, dropped or not.
-        loss_s: Part of each step for loss and metrics of all nodes, which every device computes; 0
-            if it cannot be timed without a Trainer.
         link: Link speed, and seconds of a message of any size, that are assumed.
-        plain_s: Seconds of a step of a plain Trainer, from the module as PyG runs it; None for a
-            graph of more than a million nodes and edges.
-        plain_bytes: Memory of a plain Trainer, as `LayoutForecast.memory_bytes`, but without what
-            layers use only while they run, such as one message per edge; None if unknown.
     """
 
     layout: LayoutForecast
@@ -125,10 +119,7 @@ class PipelinePlan:
     chunk_edges: tuple[int, ...]
     halo_rows: tuple[int, ...]
     edge_cut_frac: float
-    loss_s: float
     link: Link
-    plain_s: float | None
-    plain_bytes: int | None
 
     @property
     def best(self) -> LayoutForecast:
@@ -143,8 +134,6 @@ class PipelinePlan:
             advice.append(
                 "No layout fits into the memory: try recompute, history_dtype or more devices."
             )
-        elif self.plain_s is not None and self.plain_s < best.step_s:
-            advice.append(f"Fastest: a plain Trainer, {self.plain_s:.3f} s per step.")
         else:
             advice.append(f"Fastest: {best.options}, {best.step_s:.3f} s per step.")
         if own.num_stages > 1:
@@ -180,9 +169,6 @@ class PipelinePlan:
     def _step_lines(self) -> list[str]:
         """Return one line a layout; the layout of the plan is in brackets, the best has a star."""
         rows = [("", "seconds", "bytes", "idle", "MiB")]
-        if self.plain_s is not None and self.plain_bytes is not None:
-            memory = f"{self.plain_bytes / _MIB:,.0f}"
-            rows.append(("  plain Trainer", f"{self.plain_s:.3f}", "0", "", memory))
         for one in self.layouts:
             name = f"[{one}]" if one is self.layout else str(one)
             memory = f"{one.memory_bytes / _MIB:,.0f}" + ("" if one.fits else " (too much)")
@@ -190,8 +176,8 @@ class PipelinePlan:
             mark = "* " if one is self.best else "  "
             rows.append((mark + name, f"{one.step_s:.3f}", f"{one.step_bytes:,}", idle, memory))
         return [
-            f"A training step, with links of {self.link.gbit_per_s:g} Gbit/s and "
-            f"{self.link.message_s * 1e6:g} us per message:",
+            f"A training step without loss and optimizer, with links of {self.link.gbit_per_s:g} "
+            f"Gbit/s and {self.link.message_s * 1e6:g} us per message:",
             *align(rows, left=0),
         ]
 

@@ -130,20 +130,15 @@ def step_s(
     alpha = 0.0 if num_shards == 1 else replicas[str(num_shards)]
     part = IMBALANCE / num_chunks / num_shards
     rows = part * NUM_NODES
-    cut = [NUM_NODES * IMBALANCE / num_shards * NUM_CROSSING * ROW_BYTES] * (num_stages - 1)
-    forward, backward = (
-        [count * costs.of(way, setting.speed) * IMBALANCE / num_shards for count in counts]
-        for way in (costs.forward, costs.backward)
-    )
+    cut = [2 * NUM_NODES * IMBALANCE / num_shards * NUM_CROSSING * ROW_BYTES] * (num_stages - 1)
+    layer_s = costs.of(costs.forward, setting.speed) + costs.of(costs.backward, setting.speed)
     weight_bytes = setting.num_layers * WEIGHT_BYTES
     work = LayoutWork(
         num_chunks=num_chunks,
-        forward_s=forward,
-        backward_s=backward,
-        halo_bytes=[alpha * rows * num_chunks * count * ROW_BYTES for count in counts],
+        compute_s=[count * layer_s * IMBALANCE / num_shards for count in counts],
+        halo_bytes=[2 * alpha * rows * num_chunks * count * ROW_BYTES for count in counts],
         num_messages=[0] * num_stages,  # they are large: bytes alone count
         cut_bytes=cut,
-        cut_grad_bytes=cut,
         link=Link.of(setting.link_gbit, 0.0),
         weight_bytes=weight_bytes * (2 - 1 / num_shards - 1 / num_stages),
     )
