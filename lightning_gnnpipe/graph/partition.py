@@ -6,7 +6,6 @@ Also checks the user's graph, number of chunks and partition.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -304,67 +303,42 @@ def rebalance(assignment: Tensor, weights: Tensor, links: Tensor, num_chunks: in
     """
     mean = int(weights.sum()) / num_chunks
     limit = max(int((1 + _TOLERANCE) * mean), int(weights.max()))
-    is_light = weights <= _TOLERANCE * mean
-    assignment = _pack_heavy(assignment.clone(), weights, is_light, limit, num_chunks)
-    assignment = _fill_empty(assignment, weights, num_chunks)
-    loads = torch.bincount(assignment, weights.double(), minlength=num_chunks).long()
-    state = _Loads(assignment, weights, loads, limit)
-    for chunk in loads.argsort(descending=True, stable=True).tolist():
-        if int(loads[chunk]) > limit:
-            _drain(state, links, chunk, is_light)
-    return assignment
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Loads:
-    """Moves change `assignment`, `[num_nodes]`, and `loads`, `[num_chunks]`, in place."""
-
-    assignment: Tensor
-    weights: Tensor
-    loads: Tensor
-    limit: int
-
-
-def _pack_heavy(
-    assignment: Tensor, weights: Tensor, is_light: Tensor, limit: int, num_chunks: int
-) -> Tensor:
-    """Move heavy nodes if the heavy nodes of one chunk alone exceed the limit."""
-    heavy = (~is_light).nonzero().flatten()
+    is_heavy = weights > _TOLERANCE * mean
+    assignment = assignment.clone()
+    heavy = is_heavy.nonzero().flatten()
     heavy = heavy[weights[heavy].argsort(descending=True, stable=True)]
-    sizes, homes = weights[heavy].tolist(), assignment[heavy].tolist()
-    loads = [0] * num_chunks
-    kept: list[int | None] = []
-    for size, home in zip(sizes, homes, strict=True):
-        fits = loads[home] + size <= limit
-        kept.append(home if fits else None)
-        loads[home] += size if fits else 0
-    anew = _longest_first(sizes, [None] * len(sizes), [0] * num_chunks)
-    choices = [homes, _longest_first(sizes, kept, loads), anew]
-    # The first choice within the limit, else the closest.
-    best = min(choices, key=lambda chunks: max(limit, _heaviest(sizes, chunks, num_chunks)))
-    assignment[heavy] = torch.tensor(best, dtype=assignment.dtype)
+    assignment[heavy] = _pack(weights[heavy], assignment[heavy], limit, num_chunks)
+    assignment = _fill_empty(assignment, weights, num_chunks)
+    room = limit - torch.bincount(assignment, weights.double(), minlength=num_chunks).long()
+    sizes = weights.masked_fill(is_heavy, limit + 1)  # fits nowhere, so it stays
+    for chunk in room.argsort(stable=True).tolist():
+        _drain(assignment, room, sizes, links, chunk)
     return assignment
 
 
-def _longest_first(sizes: list[int], kept: Sequence[int | None], loads: list[int]) -> list[int]:
-    """Assign each size without a chunk to the lightest chunk; `sizes` descend."""
-    # Source: Graham, Bounds on multiprocessing timing anomalies (1969), longest processing time.
-    heap = [(load, chunk) for chunk, load in enumerate(loads)]
-    heapq.heapify(heap)
-    chosen = []
-    for size, home in zip(sizes, kept, strict=True):
-        if home is None:
-            load, home = heap[0]
-            heapq.heapreplace(heap, (load + size, home))
-        chosen.append(home)
-    return chosen
+def _pack(sizes: Tensor, homes: Tensor, limit: int, num_chunks: int) -> Tensor:
+    """Return chunks for nodes of descending `sizes`: what exceeds the limit at home moves.
 
-
-def _heaviest(sizes: list[int], chunks: list[int], num_chunks: int) -> int:
-    loads = [0] * num_chunks
-    for size, chunk in zip(sizes, chunks, strict=True):
-        loads[chunk] += size
-    return max(loads)
+    If that exceeds the limit elsewhere, all nodes are assigned anew, the longest first.
+    Source: Graham, Bounds on multiprocessing timing anomalies (1969).
+    """
+    found = []
+    for most in (limit, 0):
+        loads, chosen = [0] * num_chunks, homes.tolist()
+        moves = []
+        for place, size in enumerate(sizes.tolist()):
+            if loads[chosen[place]] + size <= most:
+                loads[chosen[place]] += size
+            else:
+                moves.append((place, size))
+        heap = [(load, chunk) for chunk, load in enumerate(loads)]
+        heapq.heapify(heap)
+        for place, size in moves:
+            load, chosen[place] = heap[0]
+            heapq.heapreplace(heap, (load + size, chosen[place]))
+        found.append((max(limit, *(load for load, _ in heap)), chosen))
+    _, chosen = min(found, key=lambda one: one[0])  # the first within the limit, else the closest
+    return torch.tensor(chosen, dtype=homes.dtype)
 
 
 def _fill_empty(assignment: Tensor, weights: Tensor, num_chunks: int) -> Tensor:
@@ -381,59 +355,34 @@ def _fill_empty(assignment: Tensor, weights: Tensor, num_chunks: int) -> Tensor:
     return assignment
 
 
-def _drain(state: _Loads, links: Tensor, chunk: int, is_movable: Tensor) -> None:
-    """Move nodes out of `chunk`, a quarter of its excess at a time, until it keeps the limit."""
-    links = links[:, (state.assignment == chunk)[links[0]]]
-    while int(state.loads[chunk]) > state.limit:
-        nodes = ((state.assignment == chunk) & is_movable).nonzero().flatten()
-        nodes, targets = _best_moves(state, links, chunk, nodes)
-        sizes = state.weights[nodes]
-        fits = _running_sum(sizes, targets) <= (state.limit - state.loads)[targets]
-        nodes, targets, sizes = nodes[fits], targets[fits], sizes[fits]
-        quota = max(1, (int(state.loads[chunk]) - state.limit) // 4)
-        is_due = sizes.cumsum(0) - sizes < quota
-        nodes, targets, sizes = nodes[is_due], targets[is_due], sizes[is_due]
-        if nodes.numel() == 0:
+def _drain(assignment: Tensor, room: Tensor, sizes: Tensor, links: Tensor, chunk: int) -> None:
+    """Move nodes out of `chunk`, a quarter of its excess at a time, until it has room.
+
+    Those go first that cut the fewest additional edges per unit of their size. Changes `assignment`
+    and `room`, `[num_chunks]`, in place.
+    """
+    num_chunks = room.numel()
+    links = links[:, (assignment == chunk)[links[0]]]
+    while int(room[chunk]) < 0:
+        nodes = (assignment == chunk).nonzero().flatten()
+        row = torch.full_like(assignment, -1)
+        row[nodes] = torch.arange(nodes.numel())
+        source = row[links[0]]
+        keys = (source * num_chunks + assignment[links[1]])[source >= 0]
+        near = torch.bincount(keys, minlength=nodes.numel() * num_chunks).view(-1, num_chunks)
+        size = sizes[nodes, None]
+        cost = (near[:, [chunk]] - near) / size - 1e-9 * room  # of equal chunks the emptiest
+        cost, target = cost.masked_fill(size > room, torch.inf).min(1)
+        order = cost.argsort(stable=True)
+        order = order[cost[order] < torch.inf]
+        ordered = sizes[nodes[order]]
+        order = order[ordered.cumsum(0) - ordered < max(1, -int(room[chunk]) // 4)]
+        if order.numel() == 0:
             return
-        state.assignment[nodes] = targets
-        state.loads.index_add_(0, targets, sizes)
-        state.loads[chunk] -= sizes.sum()
-
-
-def _best_moves(state: _Loads, links: Tensor, chunk: int, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return nodes and target chunks with room, fewest additional cuts per unit of weight first."""
-    num_chunks, num_nodes = state.loads.numel(), nodes.numel()
-    rank = torch.full_like(state.assignment, -1)
-    rank[nodes] = torch.arange(num_nodes)
-    row = rank[links[0]]
-    keys = (row * num_chunks + state.assignment[links[1]])[row >= 0]
-    pairs, counts = torch.unique(keys, return_counts=True)
-    row, target = pairs // num_chunks, pairs % num_chunks
-    is_home = target == chunk
-    home = torch.zeros(num_nodes, dtype=torch.int64)
-    home[row[is_home]] = counts[is_home]
-
-    room = state.limit - state.loads
-    row = torch.cat([row, torch.arange(num_nodes)])
-    target = torch.cat([target, room.argmax().expand(num_nodes)])  # always a candidate
-    counts = torch.cat([counts, counts.new_zeros(num_nodes)])
-    sizes = state.weights[nodes]
-    can = (target != chunk) & (sizes[row] <= room[target])
-    row, target, counts = row[can], target[can], counts[can]
-
-    order = ((home[row] - counts) / sizes[row]).argsort(stable=True)
-    first = torch.full((num_nodes,), order.numel())
-    first = first.scatter_reduce(0, row[order], torch.arange(order.numel()), "amin").sort().values
-    chosen = order[first[first < order.numel()]]
-    return nodes[row[chosen]], target[chosen]
-
-
-def _running_sum(values: Tensor, groups: Tensor) -> Tensor:
-    """Return for each value the sum of its group up to and including it."""
-    order = groups.argsort(stable=True)
-    total = values[order].cumsum(0)
-    sizes = torch.bincount(groups)
-    before = torch.cat([total.new_zeros(1), total])[sizes.cumsum(0) - sizes]
-    sums = torch.empty_like(values)
-    sums[order] = total - before[groups[order]]
-    return sums
+        nodes, target = nodes[order], target[order]
+        sent = torch.zeros(order.numel(), num_chunks, dtype=torch.int64)
+        sent.scatter_(1, target[:, None], sizes[nodes, None])
+        fits = sent.cumsum(0).gather(1, target[:, None])[:, 0] <= room[target]
+        assignment[nodes[fits]] = target[fits]
+        room -= sent[fits].sum(0)
+        room[chunk] += sent[fits].sum()
