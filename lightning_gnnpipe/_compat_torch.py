@@ -13,13 +13,14 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.nn.utils.prune import BasePruningMethod
-from torch.utils import _python_dispatch
+from torch.utils import _python_dispatch, _pytree
 
 _LAST_TAG = 2**31 - 1  # no message uses it
 
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._BatchNorm
 RUNNING_HOOK = "_current_fx_name"  # attribute of a LightningModule, which Lightning changes
 DispatchMode = _python_dispatch.TorchDispatchMode
+pytree = _pytree
 INSTANCE_NORM: type[nn.Module] = nn.modules.instancenorm._InstanceNorm
 
 

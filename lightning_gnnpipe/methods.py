@@ -5,7 +5,6 @@ Errors of the user's own methods are raised unchanged.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_gnnpipe._compat_torch import pytree
 from lightning_gnnpipe.calls import Call, ChangedGraph, Inputs, classify
-from lightning_gnnpipe.errors import GNNPipeError
 from lightning_gnnpipe.stages import Sample, draw_sample, undisturbed
 
 Run = Callable[[Sequence[Any], Mapping[str, Any], str], Any]
@@ -55,15 +54,16 @@ class PipelinedMethod:
 
 def _with_changes(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return `result` with the caller's own graphs, changed, in place of `ChangedGraph`."""
-    if isinstance(result, ChangedGraph):
-        key = result.argument
-        graph = kwargs[key] if isinstance(key, str) else args[key]
-        for name, value in result.attributes.items():
+
+    def put(one: ChangedGraph) -> Any:
+        graph = kwargs[one.argument] if isinstance(one.argument, str) else args[one.argument]
+        for name, value in one.attributes.items():
             setattr(graph, name, value)
         return graph
-    if type(result) in (list, tuple):
-        return type(result)(_with_changes(one, args, kwargs) for one in result)
-    return result
+
+    return pytree.tree_map_only(
+        ChangedGraph, put, result, lambda one: isinstance(one, ChangedGraph)
+    )
 
 
 class _Method:
@@ -113,24 +113,6 @@ def raising_own_errors(module: nn.Module, call: Call, inputs: Inputs) -> Iterato
             raise
     if own is not None:
         raise own from None
-
-
-@contextmanager
-def raising_wrong_arguments(
-    module: nn.Module, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[None]:
-    """If the block fails and the arguments do not fit `method`, raise Python's own error."""
-    try:
-        yield
-    except GNNPipeError:
-        with own_methods(module):
-            try:
-                inspect.signature(getattr(module, method)).bind(*args, **kwargs)
-            except TypeError:
-                error = _error_of(lambda: _run(module, method, args, kwargs))
-                if error is not None:
-                    raise error from None
-        raise
 
 
 def is_one_graph(module: nn.Module, call: Call) -> bool:

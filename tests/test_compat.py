@@ -49,7 +49,7 @@ OWNERS = {
     f"{LIGHTNING}.strategies:ParallelStrategy.": "_checkpoint_io _configure_launcher _launcher "
     "_layer_sync",
     "torch:Tensor.": "_backward_hooks _post_accumulate_grad_hooks _version",
-    "torch.utils:": "_python_dispatch",
+    "torch.utils:": "_python_dispatch _pytree",
     "torch:_C.": "_will_engine_execute_node DisableTorchFunctionSubclass",
     "torch._dynamo:config.": "error_on_nested_fx_trace",
     "torch.amp:GradScaler.": "_unscale_grads_",

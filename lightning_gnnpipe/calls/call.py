@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch_geometric import EdgeIndex
-from torch_geometric.data import Batch, Data, HeteroData
+from torch_geometric.data import Batch, Data
 
 from lightning_gnnpipe._compat_pyg import slices_of
+from lightning_gnnpipe._compat_torch import pytree
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import Matrices, assemble, is_matrix
 
@@ -43,9 +44,7 @@ class _Record:
 class _Matrix:
     """Placeholder of a sparse matrix: the arguments of `assemble`."""
 
-    edges: _Slot
-    weight: _Slot | None
-    nodes: _Slot
+    slots: tuple[_Slot, _Slot | None, _Slot]  # edges, weight, nodes
     layout: torch.layout | None
     dtype: torch.dtype | None
 
@@ -57,8 +56,7 @@ class _Count:
     value: int = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Slices:
+class Slices(NamedTuple):
     """How a PyG `Batch` concatenated a tensor from its graphs."""
 
     starts: Tensor  # [num_graphs + 1] first row of each graph
@@ -109,16 +107,6 @@ class ChangedGraph(NamedTuple):
     attributes: dict[str, Any]
 
 
-def _changed(result: Any, graphs: Sequence[tuple[int | str, DataView, dict[str, Any]]]) -> Any:
-    """Return `result` with `ChangedGraph` in place of `graphs`: argument, graph, old attributes."""
-    if type(result) in (list, tuple):
-        return type(result)(_changed(one, graphs) for one in result)
-    for key, graph, old in graphs:
-        if result is graph:
-            return ChangedGraph(key, {n: v for n, v in vars(graph).items() if old.get(n) is not v})
-    return result
-
-
 @dataclass(frozen=True, slots=True)
 class Call:
     """One call: its tensors, their names, and a template for all other arguments.
@@ -141,7 +129,7 @@ class Call:
     names: tuple[str, ...]
     template: Any
     num_nodes: int | None
-    counts: tuple[tuple[str, int], ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
     slices: Mapping[int, Slices] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     arguments: tuple[Sequence[Any], Mapping[str, Any]] = field(default=((), {}), repr=False)
@@ -176,22 +164,28 @@ class Call:
     @property
     def signature(self) -> tuple[Any, ...]:
         """Cache key of the traced graph: names of tensors and values of options."""
-        counts = () if self.has_graphs else self.counts
+        counts = () if self.has_graphs else tuple(self.counts.items())
         return self.method, self.names, repr(self.template), counts
 
     def rebuild(
         self, leaves: Sequence[Any], num_graphs: Any = None
-    ) -> tuple[list[Any], dict[str, Any]]:
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
         """Return `(args, kwargs)` with these tensors and, unless None, this number of graphs."""
-        args, kwargs = fill(self.template, leaves, num_graphs)
-        return list(args), kwargs
+        args, kwargs = _fill(self.template, leaves, num_graphs)
+        return args, kwargs
 
     def run(self, module: nn.Module, leaves: Sequence[Any], num_graphs: Any = None) -> Any:
         """Call the method of `module` with these tensors; see `rebuild`."""
         args, kwargs = self.rebuild(leaves, num_graphs)
-        given = (dict(enumerate(args)) | kwargs).items()
-        graphs = [(key, one, dict(vars(one))) for key, one in given if isinstance(one, DataView)]
-        return _changed(getattr(module, self.method)(*args, **kwargs), graphs)
+        given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        views = {id(one): (k, dict(vars(one))) for k, one in given if isinstance(one, DataView)}
+
+        def put(one: DataView) -> Any:
+            key, old = views.get(id(one), (None, {}))
+            new = {name: value for name, value in vars(one).items() if old.get(name) is not value}
+            return one if key is None else ChangedGraph(key, new)
+
+        return pytree.tree_map_only(DataView, put, getattr(module, self.method)(*args, **kwargs))
 
     def with_held(self, held: Mapping[str, Tensor], num_nodes: int | None) -> Call:
         """Return the call with these parameters and buffers of the module as more leaves."""
@@ -221,18 +215,27 @@ def flatten_call(
 ) -> Call:
     """Flatten the arguments of a method; refuse heterogeneous graphs.
 
-    `matrices`: remembers the parts of sparse matrices from call to call.
+    `matrices`: remembers the parts of sparse matrices from call to call. Arguments that do not fit
+    the method raise Python's own error.
     """
+    function = getattr(type(module), method)
+    signature = inspect.signature(function)
+    try:
+        signature.bind(module, *args, **kwargs)
+    except TypeError:
+        function(module, *args, **kwargs)
+        raise
+    places = [n for n, one in signature.parameters.items() if one.kind <= one.POSITIONAL_OR_KEYWORD]
+    names = [*places[1:], *(f"args.{i}" for i in range(len(places) - 1, len(args)))]
     collector = _Collector(matrices or Matrices())
-    names = _parameter_names(getattr(type(module), method), len(args))
-    filled_args = tuple(collector.visit(name, arg) for name, arg in zip(names, args, strict=True))
-    filled_kwargs = {name: collector.visit(name, arg) for name, arg in kwargs.items()}
+    filled = [collector.visit(name, one) for name, one in zip(names, args, strict=False)]
+    named = {name: collector.visit(name, one) for name, one in kwargs.items()}
     return Call(
         tuple(collector.leaves),
         tuple(collector.names),
-        (filled_args, filled_kwargs),
+        (filled, named),
         collector.num_nodes,
-        tuple(collector.counts),
+        collector.counts,
         collector.slices,
         collector.options,
         (args, kwargs),
@@ -249,29 +252,28 @@ class _Collector:
         self.leaves: list[Tensor] = []
         self.names: list[str] = []
         self.num_nodes: int | None = None
-        self.counts: list[tuple[str, int]] = []
+        self.counts: dict[str, int] = {}
         self.slices: dict[int, Slices] = {}
         self.options: dict[str, Any] = {}
 
     def visit(self, name: str, value: Any) -> Any:
-        """Return `value` with its tensors replaced by slots."""
+        """Return `value` with placeholders, in its lists, tuples and dicts too."""
+
+        def put(path: tuple[Any, ...], one: Any) -> Any:
+            return self._put(".".join([name, *(str(astuple(key)[0]) for key in path)]), one)
+
+        return pytree.tree_map_with_path(put, value)
+
+    def _put(self, name: str, value: Any) -> Any:
+        """Return the placeholder of `value`, or a plain value itself."""
         if isinstance(value, EdgeIndex):
             value = value.as_tensor()
         if isinstance(value, Tensor) and value.layout is torch.strided:
             return self._add(name, value)
-        if isinstance(value, Batch) and not isinstance(value, HeteroData):
-            return self._visit_batch(name, value)
         if isinstance(value, Data):
-            self.num_nodes = value.num_nodes
-            usable = {key: item for key, item in value if _is_usable(item)}
-            return _Record({key: self.visit(f"{name}.{key}", i) for key, i in usable.items()})
-        if isinstance(value, dict):
-            return {key: self.visit(f"{name}.{key}", item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            items = [self.visit(f"{name}.{i}", item) for i, item in enumerate(value)]
-            return _sequence_like(value, items)
+            return self._put_graph(name, value)
         if is_matrix(value):
-            return self._visit_matrix(name, value)
+            return self._put_matrix(name, value)
         if not isinstance(value, _PLAIN):
             kind = value.layout if isinstance(value, Tensor) else type(value).__name__
             raise UnsupportedError(
@@ -282,7 +284,7 @@ class _Collector:
                 "tensors of a graph: net(data.x, data.edge_index).",
             )
         if isinstance(value, int) and type(value) is not bool and last_name(name) in COUNTS:
-            self.counts.append((name, value))
+            self.counts[name] = value
             return _Count(value)
         self.options[name] = value
         return value
@@ -292,77 +294,61 @@ class _Collector:
         self.names.append(name)
         return _Slot(len(self.leaves) - 1)
 
-    def _visit_matrix(self, name: str, matrix: Any) -> _Matrix:
+    def _put_matrix(self, name: str, matrix: Any) -> _Matrix:
         entries, nodes = self._known.take_apart(name, matrix)
         edges, weight = self._add(f"{name}.edge_index", entries.edges), None
         if entries.weight is not None:
             weight = self._add(f"{name}.edge_weight", entries.weight)
         slot = self._add(f"{name}.nodes", nodes)
         self.matrices[slot.index] = name
-        return _Matrix(edges, weight, slot, entries.layout, entries.dtype)
+        return _Matrix((edges, weight, slot), entries.layout, entries.dtype)
 
-    def _visit_batch(self, name: str, batch: Any) -> _Record:
-        """Return the record of a `Batch`, without list attributes and `follow_batch` vectors."""
-        self.num_nodes = batch.num_nodes
+    def _put_graph(self, name: str, graph: Any) -> _Record:
+        """Return the record of a graph; of a `Batch`, without lists and `follow_batch` vectors."""
+        self.num_nodes, is_batch = graph.num_nodes, isinstance(graph, Batch)
         attributes: dict[str, Any] = {}
-        for key, item in batch:
-            slices = slices_of(batch, key)
+        for key, item in graph:
+            slices = slices_of(graph, key) if is_batch else None
             is_followed = key.endswith(("_batch", "_ptr")) and slices is None
-            if key == "num_nodes" or isinstance(item, list) or is_followed or not _is_usable(item):
+            is_left = key == "num_nodes" or isinstance(item, list) or is_followed
+            if (is_batch and is_left) or not all(map(_is_usable, pytree.tree_leaves(item))):
                 continue
             slot = attributes[key] = self.visit(f"{name}.{key}", item)
             if slices is not None and isinstance(slot, _Slot):
                 starts, increments = slices
                 if increments is not None and not increments.any():
                     increments = None
-                dim = batch.__cat_dim__(key, item) or 0
-                self.slices[slot.index] = Slices(starts, dim, increments)
-        for key in COUNTS[:2]:
-            attributes[key] = self.visit(f"{name}.{key}", int(batch.num_graphs))
+                self.slices[slot.index] = Slices(
+                    starts, graph.__cat_dim__(key, item) or 0, increments
+                )
+        for key in COUNTS[:2] if is_batch else ():
+            attributes[key] = self.visit(f"{name}.{key}", int(graph.num_graphs))
         return _Record(attributes)
 
 
-def _sequence_like(value: Any, items: list[Any]) -> Any:
-    """Return `items` as a list, tuple or named tuple, as `value` is."""
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-
-
 def _is_usable(value: Any) -> bool:
-    """Whether forward can use an attribute of a graph; unusable ones are dropped."""
-    if isinstance(value, list | tuple | dict):
-        return all(map(_is_usable, value.values() if isinstance(value, dict) else value))
-    is_dense = isinstance(value, Tensor) and value.layout is torch.strided
-    if is_dense or isinstance(value, (*_PLAIN, EdgeIndex)):
+    """Whether forward can use a value in a graph; unusable ones are dropped."""
+    if isinstance(value, Tensor) and value.layout is torch.strided:
         return True
-    return is_matrix(value) and bool(value.size(0) == value.size(1))
+    is_square = is_matrix(value) and value.size(0) == value.size(1)
+    return is_square or isinstance(value, _PLAIN)
 
 
-def fill(template: Any, leaves: Sequence[Any], num_graphs: Any = None) -> Any:
-    """Return `template` with tensors in its slots."""
-    if isinstance(template, _Slot):
-        return leaves[template.index]
-    if isinstance(template, _Count):
-        return template.value if num_graphs is None else num_graphs
-    if isinstance(template, _Matrix):
-        slots = (template.edges, template.weight, template.nodes)
-        edges, weight, nodes = (None if slot is None else leaves[slot.index] for slot in slots)
-        arguments: Any = (edges, weight, nodes, template.layout, template.dtype)
-        if isinstance(edges, fx.Proxy):
-            return edges.tracer.create_proxy("call_function", assemble, arguments, {})
-        return assemble(*arguments)
-    if isinstance(template, _Record):
-        return DataView(fill(template.attributes, leaves, num_graphs))
-    if isinstance(template, dict):
-        return {key: fill(item, leaves, num_graphs) for key, item in template.items()}
-    if isinstance(template, list | tuple):
-        return _sequence_like(template, [fill(item, leaves, num_graphs) for item in template])
-    return template
+def _fill(template: Any, leaves: Sequence[Any], num_graphs: Any) -> Any:
+    """Return `template` with values in place of placeholders."""
 
+    def put(one: Any) -> Any:
+        if isinstance(one, _Slot):
+            return leaves[one.index]
+        if isinstance(one, _Count):
+            return one.value if num_graphs is None else num_graphs
+        if isinstance(one, _Record):
+            return DataView(_fill(one.attributes, leaves, num_graphs))
+        if not isinstance(one, _Matrix):
+            return one
+        parts: Any = (*map(put, one.slots), one.layout, one.dtype)
+        if isinstance(parts[0], fx.Proxy):
+            return parts[0].tracer.create_proxy("call_function", assemble, parts, {})
+        return assemble(*parts)
 
-def _parameter_names(method: Callable[..., Any], count: int) -> list[str]:
-    names = []
-    for parameter in list(inspect.signature(method).parameters.values())[1:]:
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            break
-        names.append(parameter.name)
-    return (names + [f"args.{i}" for i in range(len(names), count)])[:count]
+    return pytree.tree_map(put, template)

@@ -31,7 +31,7 @@ from lightning_gnnpipe.engine.known_graphs import GraphCache
 from lightning_gnnpipe.engine.passes import GraphPasses
 from lightning_gnnpipe.engine.resume import RankHistories, RunState, SavedRun, save_rank
 from lightning_gnnpipe.graph import ContentNumbers
-from lightning_gnnpipe.methods import PipelinedMethod, raising_wrong_arguments
+from lightning_gnnpipe.methods import PipelinedMethod
 from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.steps import (
     Controls,
@@ -127,13 +127,12 @@ class PipelineEngine:
         self._checks.hooks()
         module, batch, known = self.model.module, self.step.batch, self.model.matrices
         mask_weights(module)
-        with raising_wrong_arguments(module, method, args, kwargs):
-            call = flatten_call(module, args, kwargs, lambda: num_nodes(batch), method, known)
-            in_batch = graph_of_node(batch)
-            call = self._checks.as_one_graph(call, in_batch)
-            in_batch = self._checks.batch_vector(in_batch)
-            call = call if in_batch is not None else self.model.attach(call)
-            call, inputs = find_graphs(call, in_batch, self._known_kinds)
+        call = flatten_call(module, args, kwargs, lambda: num_nodes(batch), method, known)
+        in_batch = graph_of_node(batch)
+        call = self._checks.as_one_graph(call, in_batch)
+        in_batch = self._checks.batch_vector(in_batch)
+        call = call if in_batch is not None else self.model.attach(call)
+        call, inputs = find_graphs(call, in_batch, self._known_kinds)
         self._checks.graphs(call, inputs, in_batch)
         has_graphs = inputs.graphs is not None
         if is_training and self._state.num_awaiting:

@@ -112,7 +112,7 @@ def test_inputs_are_told_apart() -> None:
         classify(flat(N, 10))
     with pytest.raises(UnsupportedError, match="a dense tensor or a sparse matrix"):
         bsr = torch.eye(N + 1).to_sparse_bsr((2, 2))
-        flatten_call(EdgeStream(), (torch.randn(N, D), bsr), {})
+        flatten_call(EdgeStream(), (torch.randn(N, D), bsr, bsr), {})
 
 
 def test_the_pipelined_module_is_the_smallest_with_all_message_passing() -> None:
