@@ -84,25 +84,21 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def hooks_of_module(module: nn.Module) -> Iterator[Any]:
-    """Yield the hooks that run with the module's forward and backward."""
-    yield from module._forward_hooks.values()
-    yield from module._forward_pre_hooks.values()
-    yield from module._backward_hooks.values()
-    yield from module._backward_pre_hooks.values()
+def hooks_in(owner: object) -> Iterator[Any]:
+    """Yield hooks on forward and backward of a module, or of all modules: `nn.modules.module`.
+
+    Hooks on PyG's steps of `propagate` are among them.
+    """
+    for name, hooks in vars(owner).items():
+        if name[0] == "_" and name.endswith(("ward_hooks", "ward_pre_hooks")):
+            yield from hooks.values()
 
 
-def global_hooks() -> Iterator[Any]:
-    """Yield the hooks that run with every module."""
-    for name, hooks in vars(nn.modules.module).items():
-        if name.startswith("_global_") and isinstance(hooks, dict) and "always" not in name:
-            yield from (hook for hook in hooks.values() if callable(hook))
-
-
-def hooks_of_parameter(parameter: nn.Parameter) -> Iterator[Any]:
-    """Yield the hooks that run when `parameter` gets its gradient."""
-    for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
-        yield from (hooks or {}).values()
+def hooked_parameters(module: nn.Module) -> Iterator[str]:
+    """Yield the names of parameters with hooks that run when they get their gradients."""
+    for name, one in module.named_parameters():
+        if one._backward_hooks or one._post_accumulate_grad_hooks:
+            yield name
 
 
 def search_in(tracer: fx.Tracer, modules: Iterable[ModuleType]) -> None:

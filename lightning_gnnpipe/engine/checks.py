@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_gnnpipe._compat_pyg import passing_hooks
-from lightning_gnnpipe._compat_torch import global_hooks, hooks_of_module, hooks_of_parameter
+from lightning_gnnpipe._compat_torch import hooked_parameters, hooks_in
 from lightning_gnnpipe.batches import BatchPasses, check_replicas
 from lightning_gnnpipe.calls import Call, Inputs, Kind
 from lightning_gnnpipe.comm import Transport
@@ -24,7 +23,6 @@ from lightning_gnnpipe.engine.histories import PlannedGraph
 from lightning_gnnpipe.engine.known_graphs import GraphCache
 from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
 from lightning_gnnpipe.layers import check_support
-from lightning_gnnpipe.methods import is_one_graph
 from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.selfcheck import check_layers
 from lightning_gnnpipe.stages import Layers, is_listed
@@ -50,7 +48,6 @@ class EngineChecks:
         is_alone = options.num_chunks == 1 and not transport.world.is_distributed
         self._is_whole = is_alone and not options.given.recompute
         self._checked: set[bool] = set()
-        self._is_one: bool | None = None  # cached for all-zero batch vectors
         self._has_warned_of_cut = False
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
 
@@ -61,7 +58,7 @@ class EngineChecks:
         return None
 
     def as_one_graph(self, call: Call, in_batch: Tensor | None) -> Call:
-        """Return the call, marked if it is of a single graph (all-zero vector, one row per node).
+        """Return the call, marked if its batch vector is all zero: a single graph.
 
         A PyG `Batch` (`in_batch`) does not count: its loader may yield several graphs later.
         """
@@ -70,10 +67,7 @@ class EngineChecks:
             return call
         if vector.numel() < self._options.num_chunks:  # too small to be cut
             return call
-        if self._is_one is None:
-            with self._model.staged.gathered():
-                self._is_one = is_one_graph(self._model.module, call)
-        return replace(call, is_one_graph=self._is_one)
+        return replace(call, is_one_graph=True)
 
     @property
     def _has_batches(self) -> bool:
@@ -116,8 +110,7 @@ class EngineChecks:
                 remedy="Return what the hook looks at from the forward of the pipelined module, or "
                 "put the hook on that module itself: there it gets all rows.",
             )
-        hooked = (name for name, one in module.named_parameters() if any(hooks_of_parameter(one)))
-        if not self._is_whole and (name := next(hooked, None)) is not None:
+        if not self._is_whole and (name := next(hooked_parameters(module), None)) is not None:
             raise UnsupportedError(
                 expected="no hooks on weights of the pipelined module, whose gradients come "
                 "chunk by chunk",
@@ -195,9 +188,9 @@ _LIBRARIES = ("torch.", "torch_geometric.", "lightning.", "pytorch_lightning.")
 
 def _hooked_modules(module: nn.Module) -> Iterator[str]:
     for name, one in module.named_modules():
-        if one is not module and any(map(_is_users, (*hooks_of_module(one), *passing_hooks(one)))):
+        if one is not module and any(map(_is_users, hooks_in(one))):
             yield f"one on '{name}', a {type(one).__name__}"
-    if any(map(_is_users, global_hooks())):
+    if any(map(_is_users, hooks_in(nn.modules.module))):
         yield "one on all modules"
 
 

@@ -195,11 +195,12 @@ class _ModuleTensors:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, module in self._module.named_modules():
-            held = dict(module.named_buffers(recurse=False)) | _attributes(module)
-            for key, tensor in held.items():
-                name = f"'{prefix}.{key}' of the module".replace("'.", "'")
+            is_library = f"{type(module).__module__}.".startswith(_LIBRARIES)
+            attributes = () if is_library else vars(module).items()
+            for key, tensor in (*module.named_buffers(recurse=False), *attributes):
                 if not isinstance(tensor, Tensor) or tensor.requires_grad or not _is_dense(tensor):
                     continue
+                name = f"'{prefix}.{key}' of the module".replace("'.", "'")
                 if key not in _STATISTICS or not self._is_norms_own(name, module):
                     yield name, tensor
 
