@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind
 from lightning_gnnpipe.errors import UnsupportedError
@@ -16,11 +16,10 @@ from lightning_gnnpipe.stages.layers import FREE, ROW_KINDS, Layers, cut_layers
 from lightning_gnnpipe.stages.mixing import turn_leaves
 from lightning_gnnpipe.stages.repeat import find_repeatable
 from lightning_gnnpipe.stages.shapes import dim_asked, shape_like, size_asked
-from lightning_gnnpipe.stages.trace import root_of, trace
+from lightning_gnnpipe.stages.trace import trace
 from lightning_gnnpipe.stages.values import (
     LEAF,
     PARTS,
-    SIZES,
     SampleRun,
     draw_samples,
     remedy_for_size,
@@ -82,7 +81,6 @@ def _cut(
     turn_leaves(graph, edges)
     _unpack(graph, run)
     _return_leaves(graph)
-    _take_loops_apart(graph, module, run)
     _put_rows_first(graph, inputs, run)
     remedy = remedy_for_weights(module, inputs)
     return cut_layers(graph, module, run.values, remedy=remedy, edges=edges if is_cut else None)
@@ -130,65 +128,6 @@ def _return_leaves(graph: fx.Graph) -> None:
     for node in output.all_input_nodes:
         if LEAF in node.meta:
             output.replace_input_with(node, leaves[node.meta[LEAF]])
-
-
-def _take_loops_apart(graph: fx.Graph, module: nn.Module, run: SampleRun) -> None:
-    """Divide attention weights into weights of edges and of loops that the layer adds.
-
-    The parts have rows, so that they cross cuts and are outputs.
-    """
-    root, sample = root_of(module), run.sample
-    num_rows = _num_plain(sample.edge_index) + sample.num_nodes
-    for node in list(graph.nodes):
-        edges = node.kwargs.get("edge_index", node.args[1] if len(node.args) > 1 else None)
-        is_asked = node.op == "call_module" and "return_attention_weights" in node.kwargs
-        if not is_asked or not isinstance(edges, fx.Node) or edges.op != "placeholder":
-            continue
-        if getattr(root.get_submodule(str(node.target)), "add_self_loops", False) is not True:
-            continue
-        pairs = [user for user in node.users if user.args[1:] == (1,)]
-        for part in [one for pair in pairs for one in pair.users]:
-            sizes, users = part.meta.get(SIZES, ()), list(part.users)
-            if num_rows not in sizes or any(one.target is _of_edges for one in users):
-                continue
-            with graph.inserting_before(part.next):
-                if sizes[0] == num_rows:
-                    of_edges = _call(graph, run, _of_edges, part, edges)
-                    of_loops = _call(graph, run, _of_loops, part, edges)
-                    both = _call(graph, run, _of_both, of_edges, of_loops, edges)
-                else:
-                    out = _call(graph, run, operator.getitem, node, 0)
-                    both = _call(graph, run, _with_loops, edges, out)
-            both.meta[FREE] = True
-            for user in users:
-                user.replace_input_with(part, both)
-
-
-def _num_plain(edges: Tensor) -> int:
-    """Return the number of edges that are no loops."""
-    return int((edges[0] != edges[1]).sum())
-
-
-def _of_edges(weights: Tensor, edges: Tensor) -> Tensor:
-    """Return the weights of edges, `[num_edges, *]`, with zeros for loops, which have new ones."""
-    rows = weights.new_zeros((edges.size(1), *weights.shape[1:]))
-    return rows.index_put((edges[0] != edges[1],), weights[: _num_plain(edges)])
-
-
-def _of_loops(weights: Tensor, edges: Tensor) -> Tensor:
-    """Return the weights of the loop of each node, `[num_nodes, *]`."""
-    return weights[_num_plain(edges) :]
-
-
-def _of_both(of_edges: Tensor, of_loops: Tensor, edges: Tensor) -> Tensor:
-    """Return the weights in the order of `_with_loops`."""
-    return torch.cat([of_edges[edges[0] != edges[1]], of_loops])
-
-
-def _with_loops(edges: Tensor, rows: Tensor) -> Tensor:
-    """Return the edges that are no loops, then a loop for each of `rows`."""
-    loops = torch.arange(rows.size(0), dtype=edges.dtype, device=edges.device)
-    return torch.cat([edges[:, edges[0] != edges[1]], loops.expand(2, -1)], dim=1)
 
 
 def _put_rows_first(graph: fx.Graph, inputs: Inputs, run: SampleRun) -> None:

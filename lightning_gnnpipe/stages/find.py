@@ -218,29 +218,28 @@ def _find_named(module: nn.Module, name: str) -> Pipelined:
 
 
 def _callable_names(root: nn.Module) -> Iterator[str]:
-    """Yield names of modules with message passing and a forward, and of methods of such modules.
-
-    Methods are public ones of the user's own classes that take an argument, and no hooks.
-    """
+    """Yield names of modules with message passing and a forward, and of methods that call them."""
     (_, own), *inside = itertools.starmap(without_compile, root.named_modules())
     for path, module in sorted(inside, key=lambda one: one[0].count(".")):
         if contains_passing(module) and not isinstance(module, MessagePassing):
             yield from [path] if _has_forward(module) else []
-            yield from (f"{path}.{name}" for name in _methods(type(module)))
-    yield from _methods(type(own))
+            yield from (f"{path}.{name}" for name in _methods(module))
+    yield from _methods(own)
 
 
-def _methods(kind: type) -> list[str]:
-    """Return the names of public methods that no library defines and that take an argument."""
-    bases = [one for one in kind.__mro__ if _is_library(one) or _is_of_pyg(one)]
-    own = {name: one for base in reversed(kind.__mro__) for name, one in vars(base).items()}
+def _methods(module: nn.Module) -> list[str]:
+    """Return the names of public methods with arguments that name a part with message passing."""
+    kinds = type(module).__mro__
+    bases = [one for one in kinds if _is_library(one) or _is_of_pyg(one)]
+    own = {name: one for kind in reversed(kinds) for name, one in vars(kind).items()}
+    parts = {name for name, part in module.named_children() if contains_passing(part)}
     return [
         name
         for name, one in own.items()
         if isinstance(one, FunctionType)
-        and not name.startswith("_")
-        and not any(hasattr(base, name) for base in bases)
-        and len(inspect.signature(one).parameters) > 1
+        and not (name.startswith("_") or any(hasattr(base, name) for base in bases))
+        and one.__code__.co_argcount > 1
+        and not parts.isdisjoint(one.__code__.co_names)
     ]
 
 

@@ -43,8 +43,8 @@ _REMEDY_OUTPUTS = (
     "GNNPipeStrategy(pipelined_module=...)."
 )
 _REMEDY_SEVERAL = (
-    "Return tensors, and leave return_attention_weights out. To get the weights, call the layer by "
-    "itself after fit."
+    "Return tensors. Give a layer whose attention weights are returned add_self_loops=False, and "
+    "edge_index the loops; or call the layer by itself after fit."
 )
 
 FREE = "is_free"  # mark of a node that each segment recomputes

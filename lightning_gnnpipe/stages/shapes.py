@@ -10,15 +10,12 @@ Each node runs on two samples as it is traced: sizes that are equal in both are 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
-
-from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.user_code import at
 
 _SIZES = {"shape", "size", "numel", "nelement"}
 _FACTS = _SIZES | {"ndim", "dim", "ndimension", "dtype", "device", "layout", "requires_grad"}
@@ -120,13 +117,6 @@ def shape_like(leaf: Tensor, row_shape: tuple[int, ...]) -> torch.Size:
     return torch.Size((leaf.size(0), *row_shape))
 
 
-def with_rows(tensor: Tensor, key: Any, value: Any) -> Tensor:
-    """Return a copy of `tensor` after `tensor[key] = value`."""
-    copy = tensor.clone()
-    copy[key] = value
-    return copy
-
-
 def is_named_write(node: fx.Node) -> bool:
     """Whether the name of a function or method suggests that it overwrites its operand."""
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
@@ -137,37 +127,10 @@ def is_named_write(node: fx.Node) -> bool:
     )
 
 
-def refuse_shared_writes(graph: fx.Graph, env: Mapping[fx.Node, Any], outside: Any) -> None:
-    """Refuse writes to rows of a tensor whose memory another one shares that is read later.
-
-    `env`: results of nodes. `outside`: leaves, parameters and buffers.
-    """
-    done = set[fx.Node]()
-    for node in graph.nodes:
-        done.add(node)
-        if node.target is with_rows:
-            written = cast(fx.Node, node.args[0])
-            later = (n for n in done if n is not written and n.users.keys() - done)
-            place = place_of(env[written])
-            if place != 0 and place in map(place_of, (*(env[n] for n in later), *outside)):
-                line = at(line_of_node(node))
-                raise refuse_write(f"rows of a tensor that shares memory{line}")
-
-
 def place_of(value: Any) -> int:
     """Return the address of a tensor's memory; 0 if it has none."""
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided
     return value.untyped_storage().data_ptr() if is_dense else 0
-
-
-def refuse_write(found: str) -> UnsupportedError:
-    """Return the error for a forward that changes more than tensors of its own."""
-    return UnsupportedError(
-        expected="forward to write only to tensors of its own",
-        found=f"a write to {found}",
-        remedy="Write to a copy, h = x.clone(), before other tensors are derived from it. Change "
-        "what the module holds in hooks such as on_train_batch_start.",
-    )
 
 
 class Shaped(fx.Proxy):
@@ -209,10 +172,7 @@ class Shaped(fx.Proxy):
         return format(found.value, spec)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if self._is_leaf:
-            raise TypeError("'Proxy' object does not support item assignment")
-        made = self.tracer.create_proxy("call_function", with_rows, (self, key, value), {})
-        self.node = made.node  # from here on the name stands for the new tensor
+        raise TypeError("'Proxy' object does not support item assignment")
 
     def _ask(self) -> Any:
         return cast(Any, self.tracer).ask(self)

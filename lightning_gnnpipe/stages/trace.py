@@ -118,7 +118,7 @@ def _trace_once(module: nn.Module, call: Call, run: SampleRun) -> fx.Graph:
         raise untraceable(_name_of(module, call), error) from None  # torch.fx's words
     if tracer.refusal is not None:  # forward has caught it
         raise tracer.refusal
-    run.check_writes(graph)
+    run.check_writes()
     for node in reversed(graph.nodes):  # questions keep no tensor alive
         if is_of_shapes(node) and not node.users:
             graph.erase_node(node)

@@ -28,8 +28,6 @@ from lightning_gnnpipe.stages.shapes import (
     is_named_write,
     line_of_node,
     place_of,
-    refuse_shared_writes,
-    refuse_write,
 )
 from lightning_gnnpipe.user_code import at
 
@@ -244,7 +242,6 @@ class SampleRun:
         self._runs = [_Run(root, self._call, sample) for sample in self._samples]
         self._versions = [version_of(leaf) for leaf in self.sample.leaves]
         outside = (*self.sample.leaves, *root.parameters(), *root.buffers())
-        self._outside = outside
         self._devices = {one.device for one in outside if one.is_cuda}
         self.values: dict[str, Value] = {}
         self.draws, self.changers = set[str](), set[str]()
@@ -286,13 +283,16 @@ class SampleRun:
                 self._failed.append((error, node))
         self._note(node, result)
 
-    def check_writes(self, graph: fx.Graph) -> None:
-        """Refuse writes to leaves that are no arguments, and to memory that tensors share."""
-        refuse_shared_writes(graph, self._runs[0].env, self._outside)
+    def check_writes(self) -> None:
+        """Refuse writes to leaves that are no arguments."""
         named = zip(self.sample.leaves, self._call.names, self._versions, strict=True)
         for slot, (leaf, name, version) in enumerate(named):
             if slot in self._call.held and version_of(leaf) != version:
-                raise refuse_write(f"'{name}', which is no argument")
+                raise UnsupportedError(
+                    f"Forward writes to '{name}', which is no argument.\nA chunk has only some of "
+                    "its rows.\nWrite to a copy, h = x.clone(), and change what the module holds "
+                    "in hooks such as on_train_batch_start."
+                )
 
     def _result(self, run: _Run, node: fx.Node) -> Any:
         part = nn.Module()

@@ -93,18 +93,9 @@ def light_gcn(net: Any, edge_index: Tensor) -> Tensor:
     return total
 
 
-def write_labels(net: Any, x: Tensor, y: Tensor, mask: Tensor, edge_index: Tensor) -> Tensor:
-    """Add known labels to some rows, as label propagation in UniMP does."""
-    h = x.clone()
-    h[mask] = h[mask] + net.emb(y[mask])
-    h[:, 0] = 1.0
-    return net.inner(h, edge_index)
-
-
 call = by_name(
     y=lambda _: torch.arange(N) % 4,
     mask=lambda _: torch.arange(N) % 3 == 0,
-    one_row=lambda _: torch.arange(N) == N // 2,
     ids=lambda _: torch.arange(N) * 7 % N,
     one_hot=lambda _: torch.eye(N),
     a_edge_index=lambda data: data.edge_index,
@@ -126,11 +117,6 @@ NETS: dict[str, type[nn.Module]] = {
 MORE: dict[str, type[nn.Module]] = {
     "edges of each mode": EdgesOfModes,
     "rows beside features": Rows,
-    "some rows written": held(write_labels, emb=lambda: nn.Embedding(4, D)),
-    "one row written": held(
-        lambda net, x, y, one_row, edge_index: write_labels(net, x, y, one_row, edge_index),
-        emb=lambda: nn.Embedding(4, D),
-    ),
     "LightGCN": net_of(
         nn.Module,
         light_gcn,
