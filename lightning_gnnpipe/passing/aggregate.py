@@ -6,7 +6,7 @@ constant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ class Tape:
 
     def __init__(self) -> None:
         self.is_replay = False
-        self.stale: dict[Hashable, Collection[int]] = {}  # stale chunks of each read
+        self.stale: dict[Hashable, tuple[int, ...]] = {}  # stale chunks of each read
 
 
 class PushPull(torch.autograd.Function):

@@ -223,7 +223,8 @@ class MessageContext(TapedContext):
             self._bound[key] = bound
         if rows.size(0) != bound.chunk.num_nodes:
             return None
-        if bound.dtype is not None:
+        if bound.dtype not in (None, rows.dtype):
+            assert bound.dtype is not None
             rows = rows.to(torch.promote_types(rows.dtype, bound.dtype))  # of messages
         summed: Tensor = cast(Any, LinearAggregate).apply(rows, bound, self.tape)
         return summed

@@ -15,6 +15,7 @@ chunk. Sums are of x - c and (x - c)^2, with c the mean of all rows then.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any, cast
 
@@ -24,6 +25,12 @@ from torch.autograd.function import once_differentiable
 
 FLOOR = 32.0
 _TINY = 1e-12  # added to variances: a channel may be constant
+
+
+@functools.cache
+def float_of(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums of rows: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def row_sums(rows: Tensor, center: Tensor) -> Tensor:

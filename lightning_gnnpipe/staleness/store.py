@@ -6,7 +6,7 @@ also collects, chunk by chunk, the mean drift of rows and, for callbacks, the st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_gnnpipe.graph import Chunk
 from lightning_gnnpipe.staleness.copies import HostCopies, Wait, done
 from lightning_gnnpipe.staleness.method import HistoryOptions
-from lightning_gnnpipe.staleness.moments import MomentStore
+from lightning_gnnpipe.staleness.moments import MomentStore, float_of
 
 NEVER = -1
 _DEFAULTS = HistoryOptions()
@@ -67,6 +67,7 @@ class HistoryStore:
         self._copies = HostCopies(options.device)
         self._entries: dict[Hashable, _History] = {}
         self._pushed: set[Hashable] = set()  # since the last forward phase of training
+        self._masks: dict[Hashable, tuple[tuple[int, ...], Tensor, Tensor]] = {}  # see `_mask`
         self._halos: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the halo, which is kept alive
 
     @property
@@ -207,7 +208,7 @@ class HistoryStore:
         self._move(key, chunk, out, stale)
         return stale
 
-    def pull_again(self, key: Hashable, chunk: Chunk, out: Tensor, stale: Collection[int]) -> None:
+    def pull_again(self, key: Hashable, chunk: Chunk, out: Tensor, stale: tuple[int, ...]) -> None:
         """Repeat `pull`, which returned `stale`, after later chunks have pushed."""
         entry = self._entries[key]
         entry.settle(chunk.halo_chunks)
@@ -227,16 +228,23 @@ class HistoryStore:
                 stale.append(source)
         return tuple(stale)
 
-    def _move(self, key: Hashable, chunk: Chunk, halo: Tensor, stale: Collection[int]) -> None:
+    def _move(self, key: Hashable, chunk: Chunk, halo: Tensor, stale: tuple[int, ...]) -> None:
         """Add the drift to the halo rows, `[num_halo, *]`, of the chunks in `stale`."""
         drift = self._entries[key].drift
-        if drift is None or not stale:
-            return
-        moved = drift.seen[chunk.index].to(halo)
-        parts = torch.split(halo, list(chunk.halo_counts))
-        for source, part in zip(chunk.halo_chunks, parts, strict=True):
-            if source in stale:
-                part += moved
+        if drift is not None and stale:
+            moved = drift.seen[chunk.index].to(halo)
+            flat = halo.view(halo.size(0), -1)
+            flat.addr_(self._mask(chunk, stale, flat), moved.flatten())
+
+    def _mask(self, chunk: Chunk, stale: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return 1 for halo rows of the chunks in `stale`, `[num_halo]`, for all layers."""
+        key = id(chunk.halo), like.dtype, like.device
+        known = self._masks.get(key)
+        if known is None or known[0] != stale:
+            flags = torch.tensor([float(source in stale) for source in chunk.halo_chunks])
+            mask = flags.repeat_interleave(torch.tensor(chunk.halo_counts)).to(like)
+            known = self._masks[key] = stale, mask, chunk.halo
+        return known[1]
 
     def push_grad(self, key: Hashable, chunk: Chunk, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
@@ -428,38 +436,46 @@ class MeanDrift:
     FLOOR = 32.0  # unchanged rows assumed in the mean: few rows say little about all
 
     def __init__(self, ends: Sequence[int]) -> None:
-        self._ends = ends
-        self._sums: dict[int, Tensor] = {}  # sum of rows, by chunk
+        self._bounds = list(pairwise([0, *ends]))
+        self._side = [0] * len(ends)  # where a chunk's present sum is in `_sums`
+        self._sums = self._signs = self._drift = torch.empty(0)
         self.begin_step()
 
     def begin_step(self) -> None:
-        self._moved: Tensor | None = None  # summed change
-        self._num_rows: Tensor | int = 0  # that it sums
+        self._weight: Tensor | float = self.FLOOR  # of the mean: rows that have run, and `FLOOR`
+        self._drift = torch.zeros_like(self._drift)
         self.seen: dict[int, Tensor] = {}  # drift up to and including each chunk, `[*]`
 
     def replace(self, rows: Tensor) -> None:
         """Start from new rows, `[num_rows, *]`, after all were overwritten."""
-        bounds = enumerate(pairwise([0, *self._ends]))
-        self._sums = {chunk: _sum(rows[start:end]) for chunk, (start, end) in bounds}
+        dtype = float_of(rows.dtype)
+        sums = [rows[start:end].sum(0, dtype=dtype).flatten() for start, end in self._bounds]
+        now = torch.stack(sums)
+        self._sums = torch.stack([now, now], 1)  # `[num_chunks, 2, channels]`
+        self._signs = now.new_tensor([[1.0, -1.0], [-1.0, 1.0]])
+        self._drift = torch.zeros_like(now[0])
 
     def move(
         self, chunk: int, rows: Tensor, sum_over_shards: Callable[[Tensor], Tensor] | None
     ) -> None:
         """Add the change of a chunk that has run; `sum_over_shards`: over its ranks, if several."""
-        now = _sum(rows)
-        then = self._sums[chunk].to(now.device)  # the first sums may be on the host
-        self._sums[chunk] = now
-        change = (now - then).flatten()
-        if sum_over_shards is not None:
-            both = sum_over_shards(torch.cat([change, change.new_full((1,), rows.size(0))]))
-            change = both[:-1]
-        self._moved = change if self._moved is None else self._moved + change
-        self._num_rows = self._num_rows + (rows.size(0) if sum_over_shards is None else both[-1])
-        self.seen[chunk] = (self._moved / (self._num_rows + self.FLOOR)).view_as(now)
-
-
-def _sum(rows: Tensor) -> Tensor:
-    return rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32))
+        if self._sums.device != rows.device:  # the first sums may be on the host
+            held = (self._sums, self._signs, self._drift)
+            self._sums, self._signs, self._drift = (one.to(rows.device) for one in held)
+        side = self._side[chunk] = 1 - self._side[chunk]
+        both, sign, before = self._sums[chunk], self._signs[side], self._weight
+        flat = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
+        torch.sum(flat, 0, dtype=both.dtype, out=both[side])
+        if sum_over_shards is None:
+            now = self._weight = before + rows.size(0)
+            share = {"beta": before / now, "alpha": 1 / now}
+            self._drift = torch.addmv(self._drift, both.t(), sign, **share)
+        else:
+            change = torch.cat([both.t() @ sign, both.new_full((1,), rows.size(0))])
+            change = sum_over_shards(change)
+            self._weight = before + change[-1]
+            self._drift = (self._drift * before + change[:-1]) / self._weight
+        self.seen[chunk] = self._drift.view(rows.shape[1:])
 
 
 @dataclass(slots=True)
