@@ -268,6 +268,9 @@ class GNNPipeStrategy(LightningStrategy):
         self.post_backward(loss)
         return loss
 
+    def on_train_end(self) -> None:
+        self._host.stop_early(is_end=True)
+
     def block_backward_sync(self) -> Any:
         """Accumulate gradients in each replica within the block, as under DDP's `no_sync`."""
         return replace_attributes(self.engine.model, {"is_accumulating": True})
@@ -275,6 +278,8 @@ class GNNPipeStrategy(LightningStrategy):
     # Validation, test, prediction.
 
     def on_validation_start(self) -> None:
+        if self.engine.options.is_fitting and not self.user_module.trainer.sanity_checking:
+            self._host.stop_early(is_end=False)
         self._replicas.share_buffers()
         self.engine.abandon()
         self.engine.set_step(is_validating=True)

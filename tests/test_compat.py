@@ -84,6 +84,7 @@ UNLISTED = {
     *("_orig_mod", "_propagate_", "_message_", "_aggregate_", "_edge_update_"),
     *("_propagate", "_global_", "_torchdynamo_orig_callable"),
     "_optimizer_step_post_hooks",  # of instances alone
+    "_broadcast_sigterm_tensor",  # nothing before Lightning 2.6
 }
 # Parts of keys and of the user's names, and the mark of a namedtuple, which Python documents.
 HARMLESS = {

@@ -235,8 +235,8 @@ def _differ(whats: Sequence[str], ranks: Sequence[int]) -> UnsupportedError:
         expected="all ranks to make the same calls",
         found="; ".join(f"rank {rank} wants to {what}" for rank, what in pairs),
         remedy="Call the pipelined module, trainer.save_checkpoint and all functions that "
-        "communicate on every rank, not under `if self.global_rank == 0`. Every rank must take "
-        "the same branches in each hook.",
+        "communicate on every rank, not under `if self.global_rank == 0`. Stop by "
+        "trainer.should_stop = trainer.strategy.reduce_boolean_decision(stop, all=False).",
     )
 
 

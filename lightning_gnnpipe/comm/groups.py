@@ -21,10 +21,10 @@ from torch.distributed import ProcessGroup, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_gnnpipe._compat_torch import default_store
-from lightning_gnnpipe.errors import Fallbacks
+from lightning_gnnpipe.errors import ConfigError, Fallbacks
 
 _made: list[ref[ProcessGroup]] = []  # the default group, if the package created it
-_broken: list[Store] = []  # of each failure so far
+_broken: list[Store | None] = []  # of each failure so far; None if the other ranks have ended
 log = logging.getLogger(__name__)
 GPU_BACKEND = "cpu:gloo,cuda:nccl"  # gloo for CPU tensors, NCCL for GPU tensors
 
@@ -170,11 +170,11 @@ def end_groups_at_exit(*, is_new: bool) -> None:
         atexit.register(_end_groups)
 
 
-def abandon_groups() -> None:
+def abandon_groups(*, ends_ranks: bool = False) -> None:
     """Skip the teardown at exit: threads of the broken groups may wait for failed ranks."""
     atexit.unregister(_end_groups)
     if _is_ours():
-        _broken.append(default_store())
+        _broken.append(None if ends_ranks else default_store())
         _made.clear()
 
 
@@ -185,8 +185,15 @@ def store_after_failure() -> Store | None:
     """
     if not _broken or _made or not dist.is_initialized():
         return None
+    store = _broken[-1]
+    if store is None:
+        raise ConfigError(
+            expected="the processes of the last run",
+            found="none, since Ctrl+C has ended them",
+            remedy='Run the script again, with trainer.fit(..., ckpt_path="last") to go on.',
+        )
     dist.destroy_process_group()
-    return PrefixStore(f"after_failure_{len(_broken)}", _broken[-1])
+    return PrefixStore(f"after_failure_{len(_broken)}", store)
 
 
 def _end_groups() -> None:

@@ -51,6 +51,11 @@ def skips_backward(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop._skip_backward)
 
 
+def begin_batch(trainer: Trainer) -> None:
+    """Take part in the message that Lightning sends before each batch, since 2.6."""
+    getattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)()
+
+
 def keep_samplers(trainer: Trainer) -> AbstractContextManager[None]:
     """Make the Trainer keep the loaders' samplers within the block."""
     connector = trainer._accelerator_connector

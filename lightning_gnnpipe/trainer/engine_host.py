@@ -176,20 +176,36 @@ class EngineHost:
         self._num_evaluations = 0
         self.engine.abandon()
 
+    def stop_early(self, *, is_end: bool) -> None:
+        """Refuse `should_stop` on some ranks alone, now that it skips batches: others begin one.
+
+        At the last batch of an epoch the next step agrees on it, or the end of a fit needs none.
+        """
+        trainer = self._strategy.user_module.trainer
+        is_over = trainer.is_last_batch and (
+            not is_end or 0 <= (trainer.max_epochs or 0) <= trainer.current_epoch
+        )
+        is_over |= is_end and 0 <= trainer.max_steps <= trainer.global_step
+        if trainer.should_stop and not is_over and self._processes.has_peers:
+            _compat.begin_batch(trainer)
+            self._processes.everyone.meet("stop early")
+
     def _begin_step(self) -> None:
         """Agree on signals, and go on with the first rank's random numbers.
 
         A hook on one rank alone, which calls a module with dropout, has drawn some there.
         """
         transport, signals = self.engine.transport, self._processes.signals
+        trainer = self._strategy.user_module.trainer
+        bits = signals.own(trainer)
         if not transport.world.is_distributed:
-            signals.agree([signals.received])
+            signals.agree([bits], trainer)
             return
         over = transport if self.engine.step.is_uneven else transport.everyone
         device, size = self._strategy.root_device, transport.world.replica_size
         with transport.meter.paused():
-            ranks = over.meet("begin a step", [signals.received, random_number(device)])
-            signals.agree(received for received, _ in ranks)
+            ranks = over.meet("begin a step", [bits, random_number(device)])
+            signals.agree((bits for bits, _ in ranks), trainer)
             first = transport.world.rank // size * size if len(ranks) > size else 0
             if len({number for _, number in ranks[first : first + size]}) > 1:
                 state = random_state(device)

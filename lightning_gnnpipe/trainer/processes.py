@@ -228,7 +228,9 @@ class Processes:
         is_stop = isinstance(exception, SIGTERMException) and self.signals.stops_together
         if not self.has_peers or is_stop:
             return
-        abandon_groups()
+        has_started = isinstance(launcher, _compat.SubprocessScriptLauncher) and launcher.procs
+        # Lightning ends processes that it has started.
+        abandon_groups(ends_ranks=bool(has_started) and isinstance(exception, KeyboardInterrupt))
         self._is_broken = True
         text = f"Rank {self._strategy.global_rank} failed: {cause_of(exception)}"
         if isinstance(exception, PeerError):
@@ -236,7 +238,7 @@ class Processes:
         elif not is_communication_error(exception):
             log.error("%s", text)
         self.transport.watch.fail(text)
-        if isinstance(launcher, _compat.SubprocessScriptLauncher) and launcher.procs:
+        if has_started:
             atexit.register(_end, launcher)  # once this rank has printed its error
 
 

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 STOP = 1  # SIGTERM
 REQUEUE = 2  # the signal of SLURM's requeue
+END = 4  # no signal: trainer.should_stop, maybe set on this rank alone
 
 _NAME = "last-sigterm.ckpt"  # found by Trainer.fit(ckpt_path="last")
 
@@ -45,10 +46,15 @@ class StopSignals:
         """Forget the signals of the last run."""
         self.received = self._agreed = 0
 
-    def agree(self, received: Iterable[int]) -> None:
-        """Take up the signals that ranks have received."""
-        for bits in received:
-            self._agreed |= bits
+    def own(self, trainer: pl.Trainer) -> int:
+        """Return the bits of this rank, to send to all."""
+        return self.received | (END if trainer.should_stop else 0)
+
+    def agree(self, ranks: Iterable[int], trainer: pl.Trainer) -> None:
+        """Take up the bits of all ranks."""
+        for bits in ranks:
+            self._agreed |= bits & ~END
+            trainer.should_stop |= bool(bits & END)
 
     def attach(self, trainer: pl.Trainer) -> None:
         """Record signals once Lightning has set its handlers, until it removes them."""

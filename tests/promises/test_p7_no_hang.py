@@ -84,6 +84,7 @@ WAYS = {  # and names of signals
         lambda: current.lightning_module.net(data.data.x, data.data.edge_index)),
     "gather": gather,
     "return": lambda: None,
+    **dict.fromkeys(("stop", "stop late"), lambda: setattr(current, "should_stop", True)),
 }
 
 
@@ -135,6 +136,7 @@ class Fails:
 
     def on_train_epoch_end(self):
         print(f"rank {self.trainer.global_rank} is process {os.getpid()}", flush=True)
+        fail("epoch_end")
 
 
 class OfNodes(Fails, NodeClassifier): ...
@@ -235,7 +237,7 @@ def run(
     script.end(30 if where == "epoch_start" else 60)
     for pid in re.findall(r"is process (\d+)", script.text):
         assert not is_alive(int(pid)), f"process {pid} is left over"
-    goes_on = how in ("gather", "forward")
+    goes_on = how in ("gather", "forward", "stop")
     assert ("ended by itself" in script.text) == goes_on, script.text[-3000:]
     assert how.startswith("SIGTERM") or (script.returncode == 0) == goes_on
     return script
@@ -273,14 +275,18 @@ MEMORY = "out of memory on purpose"
         ("raise while others meet", 1, "popen", 600, f"Rank 1 failed: KeyError: .{MISTAKE}"),
         ("forward", 0, "fork", 600, ""),  # which need no other rank
         ("gather", 1, "fork", 600, ""),
+        ("stop", 0, "fork", 600, ""),
+        ("stop late", 0, "fork", 600, "rank 0 wants to stop early; rank 1 wants to begin a step"),
     ],
 )
 def test_p7_what_one_rank_does_ends_all_with_that_cause(
     how: str, rank: int, start_method: str, timeout: int, cause: str, tmp_path: Path
 ) -> None:
-    where = "training_step" if how == "return" else "epoch_start"
+    where = {"return": "training_step", "stop late": "epoch_end"}.get(how, "epoch_start")
     script = run(tmp_path, where, how, rank, start_method, timeout=timeout, epochs=6)
     assert re.search(cause, script.text), script.text[-3000:]
+    if how == "stop":  # both after the third epoch
+        assert script.text.count("is process") == 6
 
 
 @pytest.mark.parametrize(("number", "timeout"), [(signal.SIGINT, 600), slow(signal.SIGTERM, 5)])
