@@ -155,11 +155,10 @@ class Call:
 
     def join(self, slots: Sequence[int]) -> Tensor:
         """Return the edges of these leaves, concatenated, `[2, num_edges]`."""
-        edges = [self.leaves[slot] for slot in slots]
-        if len(edges) == 1:
-            return edges[0]
+        if len(slots) == 1:
+            return self.leaves[slots[0]]
         with torch.inference_mode(False):  # inference tensors do not count writes
-            return torch.cat(edges, dim=1)
+            return torch.cat([self.leaves[slot] for slot in slots], dim=1)
 
     @property
     def signature(self) -> tuple[Any, ...]:

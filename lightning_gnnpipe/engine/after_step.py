@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_gnnpipe.chunks import PipelineStats, RankRecord, merge_stats, peak_memory_bytes
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.engine.histories import PlannedGraph
+from lightning_gnnpipe.engine.known_graphs import PlannedGraph
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.layers import tracks_statistics
 from lightning_gnnpipe.stages import Layers

@@ -16,15 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe._compat_torch import hooked_parameters, hooks_in
-from lightning_gnnpipe.batches import BatchPasses, check_replicas
 from lightning_gnnpipe.calls import Call, Inputs, Kind
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.engine.histories import PlannedGraph
-from lightning_gnnpipe.engine.known_graphs import GraphCache
-from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
-from lightning_gnnpipe.layers import check_support
+from lightning_gnnpipe.engine.known_graphs import GraphCache, PlannedGraph
+from lightning_gnnpipe.errors import ConfigError, Fallbacks, UnsupportedError
+from lightning_gnnpipe.layers import (
+    check_graph_batches,
+    check_norms,
+    check_replicas,
+    check_support,
+    uses_batch_statistics,
+)
 from lightning_gnnpipe.options import RunOptions
-from lightning_gnnpipe.selfcheck import check_layers
+from lightning_gnnpipe.selfcheck import check_graphs, check_layers, norms_without_batch
 from lightning_gnnpipe.stages import Layers, is_listed
 from lightning_gnnpipe.staleness import DENSE
 from lightning_gnnpipe.steps import PipelinedModel
@@ -39,11 +43,10 @@ class EngineChecks:
         self,
         model: PipelinedModel,
         graphs: GraphCache,
-        batches: BatchPasses,
         transport: Transport,
         options: RunOptions,
     ) -> None:
-        self._model, self._graphs, self._batches = model, graphs, batches
+        self._model, self._graphs = model, graphs
         self._transport, self._options = transport, options
         is_alone = options.num_chunks == 1 and not transport.world.is_distributed
         self._is_whole = is_alone and not options.given.recompute
@@ -80,7 +83,13 @@ class EngineChecks:
             return
         mesh = self._transport.mesh
         if has_graphs:
-            self._batches.check()
+            check_graph_batches(mesh.num_shards)
+            if not isinstance(self._options.given.partition, str):
+                raise ConfigError(
+                    expected="'partition' to be left out for batches of graphs",
+                    found="a tensor with the chunk of each node",
+                    remedy="Micro-batches hold whole graphs. Set num_chunks instead.",
+                )
             self._tell_of_idle()
         else:
             check_replicas(mesh.num_replicas)
@@ -168,7 +177,7 @@ class EngineChecks:
         module, options = self._model.module, self._options
         trains = options.is_fitting and (module.training or torch.is_grad_enabled())
         if inputs.graphs is not None:
-            self._batches.check_layers(layers, call, inputs, trains=trains)
+            self._layers_of_batches(layers, call, inputs, trains=trains)
             return
         is_cut = self._graphs.is_cut(inputs)
         returned = [layers.values[name].kind for name in layers.outputs]
@@ -180,6 +189,26 @@ class EngineChecks:
             )
         if options.given.self_check and (is_cut or is_listed(module)):
             check_layers(module, layers, call, inputs, on_chunks=is_cut, with_gradients=trains)
+
+    def _layers_of_batches(
+        self, layers: Layers, call: Call, inputs: Inputs, *, trains: bool
+    ) -> None:
+        """Raise `UnsupportedError` if micro-batches would change the results of the module."""
+        module, options = self._model.module, self._options
+        in_parts = options.num_chunks > 1
+        if in_parts:
+            check_norms(module, norms_without_batch(layers))
+            norms = self._model.intercepted.batch_norms
+            used = [name for name, norm in norms.items() if uses_batch_statistics(norm)]
+            if used:
+                self._fallbacks.tell(
+                    "BatchNorm ('%s') takes the statistics of each micro-batch of graphs, as of "
+                    "each replica in DDP. Running statistics are updated once per step, from all "
+                    "graphs.",
+                    used[0],
+                )
+        if options.given.self_check:
+            check_graphs(module, layers, call, inputs, in_parts=in_parts, with_gradients=trains)
 
 
 # Hooks of libraries only prepare weights, or record names and times.

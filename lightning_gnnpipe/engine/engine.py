@@ -5,7 +5,7 @@ by evaluation steps, without        ->  exact; writes histories only if a renewa
 else                                ->  the user's own method, on this rank alone
 
 Evaluations that draw random numbers also run the user's own method, with the user's numbers.
-Batches of several graphs run exactly, in micro-batches of whole graphs: see `batches`.
+Batches of several graphs run exactly, in micro-batches of whole graphs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from math import isfinite
 from typing import Any, Literal
 
@@ -21,18 +20,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe._compat_torch import mask_weights
-from lightning_gnnpipe.batches import BatchPasses
 from lightning_gnnpipe.calls import Call, Inputs, KnownKinds, find_graphs, flatten_call
+from lightning_gnnpipe.chunks import PassSpec
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.after_step import LastStep, RunningStatistics
 from lightning_gnnpipe.engine.checks import EngineChecks
 from lightning_gnnpipe.engine.identity import InputIdentity, InputKey
 from lightning_gnnpipe.engine.known_graphs import GraphCache
-from lightning_gnnpipe.engine.passes import GraphPasses
+from lightning_gnnpipe.engine.passes import Passes
 from lightning_gnnpipe.engine.resume import RankHistories, RunState, SavedRun, save_rank
-from lightning_gnnpipe.graph import ContentNumbers
+from lightning_gnnpipe.graph import ContentNumbers, fold
 from lightning_gnnpipe.methods import PipelinedMethod
 from lightning_gnnpipe.options import RunOptions
+from lightning_gnnpipe.staleness import HistoryStore
 from lightning_gnnpipe.steps import (
     Controls,
     Mode,
@@ -69,12 +69,9 @@ class PipelineEngine:
         self.step = StepContext()
         self._loss = 0.0  # of the last training step
         self._seeds = PassSeeds(options.seed, transport)
-        self._passes = GraphPasses(
-            self.model, self.graphs, transport, options, controls, self._seeds
-        )
-        self.batches = BatchPasses(self.model, transport, options, self._seeds)
+        self._passes = Passes(self.model, self.graphs, transport, options, controls, self._seeds)
         self._known_kinds = KnownKinds()
-        self._checks = EngineChecks(self.model, self.graphs, self.batches, transport, options)
+        self._checks = EngineChecks(self.model, self.graphs, transport, options)
         self.num_training_passes = 0
         self._state = PassState()
         self.contents = ContentNumbers()
@@ -123,7 +120,7 @@ class PipelineEngine:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], method: str = "forward"
     ) -> Any:
         """Run the module on a batch; collective, with the same output on every rank."""
-        is_training = self._is_training()
+        is_training = torch.is_grad_enabled() and self.options.is_fitting
         self._checks.hooks()
         module, batch, known = self.model.module, self.step.batch, self.model.matrices
         mask_weights(module)
@@ -138,8 +135,8 @@ class PipelineEngine:
         if is_training and self._state.num_awaiting:
             self._checks.several_forwards(has_graphs)
         key = None
-        if has_graphs:
-            number = self.batches.identify(inputs)
+        if inputs.graphs is not None:
+            number = fold([inputs.num_nodes, inputs.graphs.num_graphs, *inputs.edge_sizes])
         else:
             key = self.identity.of(call, inputs, self._batch_number)
             key = key.at_call(self._state.num_awaiting if is_training else 0)
@@ -163,18 +160,11 @@ class PipelineEngine:
             self._loss = 0.0
         self._checks.support(has_graphs)
         try:
-            if key is None:
-                if is_training:
-                    return self._train_on_graphs(call, inputs)
-                mode = self.batches.mode(call, inputs)
-                run = partial(self.batches.run_exact, mode, call, inputs)
-            else:
-                if is_training:
-                    return self._train(call, inputs, key, agreed)
-                mode = self._passes.mode(call, inputs, key.graph)
-                run = partial(self._infer, mode, call, inputs, key, agreed)
+            if is_training:
+                return self._train(call, inputs, key, agreed)
+            mode = self._passes.mode(call, inputs, key)
             if not mode.is_random:
-                outputs, has_drawn = run()
+                outputs, has_drawn = self._infer(mode, call, inputs, key, agreed)
                 if not max(self.transport.meet("evaluate the module", [has_drawn]))[0]:
                     return mode.finish(outputs, call)
                 self.model.note_random(mode)
@@ -185,9 +175,6 @@ class PipelineEngine:
                 self.identity.end_pass()
                 if self.model.is_new:
                     self.model.end_pass()
-
-    def _is_training(self) -> bool:
-        return torch.is_grad_enabled() and self.options.is_fitting
 
     def _batch_number(self) -> int:
         return batch_number(self.step.batch, self.contents)
@@ -254,14 +241,31 @@ class PipelineEngine:
         self.statistics.stale = set(state.stale_norms)
         self.model.preferred = state.stage_layers
 
-    def _train(self, call: Call, inputs: Inputs, key: InputKey, agreed: Facts) -> Any:
+    def _train(self, call: Call, inputs: Inputs, key: InputKey | None, agreed: Facts) -> Any:
+        """Run the forward phase; autograd runs the backward phase at the outputs."""
         self._state.begin()
-        known, number = self.graphs.inputs, self.num_training_passes
         is_resumed = self._take_saved()
-        is_exact = self.controls.is_exact
-        if self.graphs.trained is None:
+        if key is not None and self.graphs.trained is None:
             self.graphs.cut(key.graph, inputs)  # layers are measured on its chunks
-        mode = self._passes.mode(call, inputs, key.graph)
+        mode = self._passes.mode(call, inputs, key)
+        if key is not None:
+            return self._train_on_graph(mode, call, inputs, key, agreed, is_resumed=is_resumed)
+        is_exact = self.controls.is_exact
+        spec = self._passes.over_batch(mode, call, inputs, is_exact=is_exact, is_training=True)
+        return self._run(spec, None, call, mode, is_exact=spec.codecs.is_exact)
+
+    def _train_on_graph(
+        self,
+        mode: Mode,
+        call: Call,
+        inputs: Inputs,
+        key: InputKey,
+        agreed: Facts,
+        *,
+        is_resumed: bool,
+    ) -> Any:
+        known, number = self.graphs.inputs, self.num_training_passes
+        is_exact = self.controls.is_exact
         key = key.reading(mode.layers.read_leaves(), mode.options, agreed.input)
         own = self.graphs.for_training(key, inputs, agreed.num_bytes)
         self._checks.chunks(own.graph)
@@ -280,12 +284,11 @@ class PipelineEngine:
         if own.is_refresh_due and not is_exact and not needs_no_history:
             self._passes.refresh(call, inputs, own, key)
         is_exact = is_exact or (own.graph.plan.num_chunks == 1 and self._passes.sends_exactly)
-        spec = self._passes.open_training(mode, own, is_exact=is_exact)
-        running = TrainingPass(spec, own.store, self.model, mode, is_exact=is_exact)
+        spec = self._passes.training(mode, own, is_exact=is_exact)
         if not is_exact and self.model.intercepted.norms:
             self.statistics.note_pipelined(self.model.intercepted.norms)
         own.inputs.load(call, inputs, key.leaves)
-        output = self._run(running, call, mode)
+        output = self._run(spec, own.store, call, mode, is_exact=is_exact)
         own.end_step(number, mode.frozen)
         if is_exact:
             own.filled = {mode.reads}
@@ -300,15 +303,16 @@ class PipelineEngine:
         self.identity.num_random += saved.state.num_random_inputs
         return saved.state.num_training_passes > 0
 
-    def _train_on_graphs(self, call: Call, inputs: Inputs) -> Any:
-        self._saved = None  # batches of graphs have no histories
-        self._state.begin()
-        mode = self.batches.mode(call, inputs)
-        codecs = self._passes.cut_codecs[self.controls.is_exact]
-        return self._run(self.batches.training(mode, call, inputs, codecs), call, mode)
-
-    def _run(self, running: TrainingPass, call: Call, mode: Mode) -> Any:
-        """Run the forward phase; autograd runs the backward phase at the outputs."""
+    def _run(
+        self,
+        spec: PassSpec,
+        store: HistoryStore | None,
+        call: Call,
+        mode: Mode,
+        *,
+        is_exact: bool,
+    ) -> Any:
+        running = TrainingPass(spec, store, self.model, mode, is_exact=is_exact)
         number, is_first = self.num_training_passes, self._state.num_awaiting == 0
         outputs = running.forward(self.controls, number, is_first=is_first)
         self.model.share_statistics(replaced=False)
@@ -340,12 +344,16 @@ class PipelineEngine:
 
         flows = [values[name].requires_grad for name in names]
         flows = flows if any(flows) else [one.is_floating_point() for one in outputs]  # all frozen
-        joined = join(backward, outputs, flows, [call.leaves[slot] for slot in readers])
+        joined = join(backward, outputs, flows, [*map(call.leaves.__getitem__, readers)])
         return mode.finish(joined, call, self._seeds.of_head)
 
     def _infer(
-        self, mode: Mode, call: Call, inputs: Inputs, key: InputKey, agreed: Facts
+        self, mode: Mode, call: Call, inputs: Inputs, key: InputKey | None, agreed: Facts
     ) -> tuple[list[Tensor], bool]:
+        """Return the outputs of an exact pass, and whether this rank has drawn random numbers."""
+        if key is None:
+            spec = self._passes.over_batch(mode, call, inputs, is_exact=True, is_training=False)
+            return self._passes.run_exact(spec)
         graph = self.graphs.for_inference(key.graph, inputs)
         key = key.reading(mode.layers.read_leaves(), mode.options, agreed.input)
         averages = self.step.averages_weights
@@ -358,8 +366,9 @@ class PipelineEngine:
         context = own.writing if renews and own is not None else graph.reading
         replaces = self.step.is_validating and bool(self.statistics.stale) and own is not None
         replaced = self.statistics.replaced(graph, mode.layers) if replaces else nullcontext()
-        with self.transport.meter.paused(), replaced:
-            outputs, has_drawn = self._passes.run_exact(mode, graph, context, planned)
+        with replaced:
+            spec = self._passes.over_graph(mode, graph, context, planned)
+            outputs, has_drawn = self._passes.run_exact(spec)
         self.model.share_statistics(replaced=replaces)
         planned.release()
         if renews and own is not None:

@@ -11,7 +11,7 @@ a graph, the tensors that reach the pipelined module, and what the module holds 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,15 +81,15 @@ class InputIdentity:
         self._module, self._contents, self._cross_edges = module, contents, cross_edges
         self._held = _ModuleTensors(module, contents)
         self._owner: nn.Module = module
-        self._random_state: Callable[[], Mapping[str, Any]] = dict
-        self._before: Mapping[str, Any] | None = None
+        self._random_number: Callable[[], int] = int
+        self._before: int | None = None
         self._is_first, self._has_trained = True, False  # step; inputs that need gradients
         self.num_random = 0
 
-    def begin_step(self, owner: nn.Module, random_state: Callable[[], Mapping[str, Any]]) -> None:
-        """Start a step of `owner`; `random_state` returns the state of all random streams."""
-        self._owner, self._random_state = owner, random_state
-        self._before = random_state() if self._is_first or self._has_trained else None
+    def begin_step(self, owner: nn.Module, random_number: Callable[[], int]) -> None:
+        """Start a step of `owner`; `random_number`: a fingerprint of all random streams."""
+        self._owner, self._random_number = owner, random_number
+        self._before = random_number() if self._is_first or self._has_trained else None
         self._is_first = False
 
     def of(self, call: Call, inputs: Inputs, batch: Callable[[], int]) -> InputKey:
@@ -123,7 +123,7 @@ class InputIdentity:
             place = next((place for place, one in places if one is leaf), None)
             return fold([text, self._contents.of(leaf) if place is None else place])
         numbers, self._has_trained = [text, batch(), self._of_owner()], True
-        if self._before is None or not _is_equal(self._before, self._random_state()):
+        if self._before is None or self._before != self._random_number():
             self.num_random += 1
             numbers.append(self.num_random)
         return fold(numbers)
@@ -213,13 +213,3 @@ class _ModuleTensors:
 
 def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_is_equal(one[n], other[n]) for n in one)
-    if isinstance(one, tuple):
-        return all(_is_equal(a, b) for a, b in zip(one, other, strict=True))
-    return bool(one == other)

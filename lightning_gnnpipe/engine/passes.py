@@ -1,7 +1,15 @@
-"""Builds the passes over one graph: training in chunks, exact training, and inference."""
+"""Builds the passes over one graph, or over a mini-batch of graphs.
+
+    one graph          chunks, with the histories of its input; exact: the whole graph at once
+    batch of graphs    -> graphs, by work -> micro-batches -> the stages, in turn -> rows put back
+
+Batches differ from step to step, so that they have neither histories nor a cached plan.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -9,6 +17,8 @@ from torch import Tensor
 
 from lightning_gnnpipe.calls import Call, Inputs
 from lightning_gnnpipe.chunks import (
+    BatchInputs,
+    PassInputs,
     PassSpec,
     PlannedInputs,
     Step,
@@ -18,21 +28,23 @@ from lightning_gnnpipe.chunks import (
 )
 from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.engine.histories import Histories, PlannedGraph
 from lightning_gnnpipe.engine.identity import InputKey
-from lightning_gnnpipe.engine.known_graphs import GraphCache
+from lightning_gnnpipe.engine.known_graphs import GraphCache, Histories, PlannedGraph
 from lightning_gnnpipe.engine.resume import InputState, take_histories, warn_of_mismatch
 from lightning_gnnpipe.engine.shared import SharedStore
-from lightning_gnnpipe.graph import chunk_order
-from lightning_gnnpipe.layers import intercept
+from lightning_gnnpipe.errors import Fallbacks
+from lightning_gnnpipe.graph import BatchPlan, ChunkPlan, chunk_order, plan_micro_batches
+from lightning_gnnpipe.layers import NativeContext, intercept
 from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.passing import MessageContext
 from lightning_gnnpipe.stages import Layers, switched
 from lightning_gnnpipe.steps import Controls, Mode, PassSeeds, PipelinedModel
 
+log = logging.getLogger(__name__)
 
-class GraphPasses:
-    """Prepares passes over one graph."""
+
+class Passes:
+    """Prepares passes."""
 
     def __init__(
         self,
@@ -49,16 +61,21 @@ class GraphPasses:
         exact = replace(messages, halo_codec="fp32", cut_codec="fp32")
         # By whether the pass is exact; exact passes send fp32.
         self._messages = {False: messages, True: exact}
-        self.cut_codecs = {key: get_codecs(one.cut_codec) for key, one in self._messages.items()}
+        self._cut_codecs = {key: get_codecs(one.cut_codec) for key, one in self._messages.items()}
         self.sends_exactly = messages.is_exact
+        self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
+        self._has_met_several = False  # graphs in a batch
 
-    def mode(self, call: Call, inputs: Inputs, fingerprint: int) -> Mode:
-        """Return the stages for these arguments, traced if new; `fingerprint`: of the edges."""
+    def mode(self, call: Call, inputs: Inputs, key: InputKey | None) -> Mode:
+        """Return the stages for these arguments, traced if new; `key`: None for several graphs."""
 
         def measure(layers: Layers) -> StepCosts:
-            plan = self._graphs.plan_to_measure(fingerprint, inputs)
-            histories = self._graphs.histories
-            return measure_layers(self._model.module, layers, plan, call, inputs, histories)
+            module, histories = self._model.module, self._graphs.histories
+            if key is None:
+                plan: ChunkPlan | BatchPlan = self._plan_batch(inputs)
+            else:
+                plan = self._graphs.plan_to_measure(key.graph, inputs)
+            return measure_layers(module, layers, plan, call, inputs, histories)
 
         return self._model.mode(call, inputs, measure, also_train=self._options.is_fitting)
 
@@ -74,11 +91,11 @@ class GraphPasses:
         with switched(model.module, False, but=norms), torch.no_grad():
             has_changed = [model.has_changed(call, inputs)]
             model.is_due = max(self._transport.meet("refresh embeddings", has_changed))[0] > 0
-            mode = self.mode(call, inputs, key.graph)
+            mode = self.mode(call, inputs, key)
             own.inputs.load(call, inputs, key.leaves)
             own.writing.is_refresh = True
             try:
-                self.run_exact(mode, own.graph, own.writing, own.inputs)
+                self.run_exact(self.over_graph(mode, own.graph, own.writing, own.inputs))
             finally:
                 own.writing.is_refresh = False
         own.renew()
@@ -87,64 +104,111 @@ class GraphPasses:
         """Load saved histories into `own`; the first step of a resumed run warns of mismatches."""
         known, mesh = self._graphs.inputs, self._transport.mesh
         saved = known.saved.pop(number, None)
-        has_taken = take_histories(saved, own, mode, mesh, known.num_saved_layers)
+        if known.num_saved_layers != sum(len(stage.segments) for stage in mode.stages):
+            saved = None
+        if saved is not None:
+            take_histories(saved, own, [one.index for one in mode.stages[mesh.stage].segments])
         if is_resumed and not mesh.rank:
-            warn_of_mismatch(saved if has_taken else None, own)
+            warn_of_mismatch(saved, own)
 
-    def open_training(self, mode: Mode, own: Histories, *, is_exact: bool) -> PassSpec:
-        """Begin a training pass: draw its seeds and open the exchange of shards."""
+    def training(self, mode: Mode, own: Histories, *, is_exact: bool) -> PassSpec:
+        """Begin a training pass over one graph; it writes histories only if a later read may be."""
         graph = own.graph
-        # Write histories only if a later read is possible.
         is_shared = self._options.given.recompute and graph.plan.shard is not None
         has_stale = graph.plan.num_chunks > 1 or self._options.given.async_halo
         is_written = is_shared or (has_stale and not self.needs_no_history(graph))
         context = own.writing if is_written else graph.reading
-        return self._open(mode, graph, context, own.inputs, is_exact=is_exact, is_training=True)
+        return self.over_graph(
+            mode, graph, context, own.inputs, is_exact=is_exact, is_training=True
+        )
 
-    def run_exact(
-        self, mode: Mode, graph: PlannedGraph, context: MessageContext, inputs: PlannedInputs
-    ) -> tuple[list[Tensor], bool]:
-        """Return the outputs of an exact pass without gradients, each `[num_rows, *]`.
-
-        They are on every rank. Also returns whether this rank's layers have drawn random numbers.
-        The pass writes histories if `context` has a store.
-        """
-        spec = self._open(mode, graph, context, inputs, is_exact=True, is_training=False)
-        with (
-            intercept(self._model.intercepted, context),
-            own_random_stream(self._transport.world.device) as has_drawn,
-            torch.no_grad(),
-        ):
-            return Step(spec).forward(), has_drawn()
-
-    def _open(
+    def over_graph(
         self,
         mode: Mode,
         graph: PlannedGraph,
         context: MessageContext,
         inputs: PlannedInputs,
         *,
-        is_exact: bool,
-        is_training: bool,
+        is_exact: bool = True,
+        is_training: bool = False,
     ) -> PassSpec:
+        """Begin a pass over one graph, with the exchange of shards.
+
+        It writes histories if `context` has a store.
+        """
         if isinstance(context.store, SharedStore):
             is_synchronous = is_exact or self._controls.is_synchronous
             context.store.begin_pass(self._messages[is_exact], is_synchronous=is_synchronous)
         plan = graph.plan.whole if is_exact else graph.plan
-        step, seed = self._seeds.step_index, self._options.seed
+        seed = self._options.seed
+        order = chunk_order(plan.num_chunks, epoch=self._seeds.step_index, seed=seed)
+        return self._spec(mode, plan, order, inputs, context, is_exact, is_training)
+
+    def over_batch(
+        self, mode: Mode, call: Call, inputs: Inputs, *, is_exact: bool, is_training: bool
+    ) -> PassSpec:
+        """Begin a pass over a batch of graphs; exact: its messages are not rounded."""
+        plan = self._plan_batch(inputs)
+        order, context = range(plan.num_chunks), NativeContext(plan.num_chunks)
+        of_batch = BatchInputs(call, inputs, plan)
+        return self._spec(mode, plan, order, of_batch, context, is_exact, is_training)
+
+    def _spec(
+        self,
+        mode: Mode,
+        plan: ChunkPlan | BatchPlan,
+        order: Sequence[int],
+        inputs: PassInputs,
+        context: MessageContext | NativeContext,
+        is_exact: bool,
+        is_training: bool,
+    ) -> PassSpec:
         return PassSpec(
             stage=mode.stages[self._transport.mesh.stage],
-            outputs=tuple(mode.layers.values[name] for name in mode.layers.outputs),
+            outputs=tuple(map(mode.layers.values.__getitem__, mode.layers.outputs)),
             plan=plan,
-            order=chunk_order(plan.num_chunks, epoch=step, seed=seed),
+            order=order,
             inputs=inputs,
             context=context,
             transport=self._transport,
             seed_of=self._seeds.of_training() if is_training else None,
             is_training=is_training,
             recompute=self._options.given.recompute,
-            codecs=self.cut_codecs[is_exact],
+            codecs=self._cut_codecs[is_exact],
         )
+
+    def run_exact(self, spec: PassSpec) -> tuple[list[Tensor], bool]:
+        """Return the outputs of a pass without gradients, each `[num_rows, *]`, on every rank.
+
+        Also returns whether this rank's layers have drawn random numbers.
+        """
+        with (
+            self._transport.meter.paused(),
+            intercept(self._model.intercepted, spec.context),
+            own_random_stream(self._transport.world.device) as has_drawn,
+            torch.no_grad(),
+        ):
+            return Step(spec).forward(), has_drawn()
+
+    def _plan_batch(self, inputs: Inputs) -> BatchPlan:
+        """Return `num_chunks` micro-batches, or one per graph with nodes if there are fewer."""
+        assert inputs.graphs is not None
+        num_chunks = self._options.num_chunks
+        plan = plan_micro_batches(inputs.graphs.work(), inputs.graphs.sizes, num_chunks)
+        self._has_met_several |= inputs.graphs.num_graphs > 1
+        if num_chunks > 1 and not self._has_met_several:
+            self._fallbacks.tell(
+                "A batch of graphs holds one graph: it runs in one micro-batch, which overlaps "
+                "with nothing. If it is your only graph, serve it by DataLoader([data], "
+                "batch_size=None)."
+            )
+        elif plan.num_chunks < num_chunks and self._options.given.num_chunks != "auto":
+            self._fallbacks.tell(
+                "A batch of %s graphs with nodes runs in as many micro-batches, not num_chunks=%s.",
+                plan.num_chunks,
+                num_chunks,
+            )
+        return plan
 
     def can_renew(self, own: Histories) -> bool:
         """Whether a pass without gradients may write the histories: `EmbeddingRefresh` asks for it.

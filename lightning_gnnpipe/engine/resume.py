@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.comm import Mesh
-from lightning_gnnpipe.engine.histories import Histories
+from lightning_gnnpipe.engine.known_graphs import Histories
 from lightning_gnnpipe.errors import CheckpointError, Fallbacks
 from lightning_gnnpipe.passing import CallKey
 from lightning_gnnpipe.staleness import name_method
-from lightning_gnnpipe.steps import Mode
 
 _VERSION = 18
 
@@ -137,20 +135,13 @@ def save_rank(own: Histories) -> dict[str, Any]:
     }
 
 
-def take_histories(
-    saved: SavedHistories | None, own: Histories, mode: Mode, mesh: Mesh, num_layers: int
-) -> bool:
-    """Load saved histories into `own`; return whether layers and chunks match."""
-    if saved is None or num_layers != sum(len(stage.segments) for stage in mode.stages):
-        return False
-    segments = {segment.index for segment in mode.stages[mesh.stage].segments}
-    if not load_ranks(own, saved.parts, segments):
-        return False
+def take_histories(saved: SavedHistories, own: Histories, segments: Collection[int]) -> None:
+    """Load the saved histories of `segments` into `own`."""
+    load_ranks(own, saved.parts, segments)
     state = saved.state
     own.last_step = state.last_step
     own.filled.update(state.filled)
     own.is_renewed, own.is_refresh_due = state.is_renewed, state.is_refresh_due
-    return True
 
 
 def warn_of_mismatch(taken: SavedHistories | None, own: Histories) -> None:
@@ -172,8 +163,8 @@ def warn_of_mismatch(taken: SavedHistories | None, own: Histories) -> None:
 
 def load_ranks(
     own: Histories, ranks: Sequence[Mapping[str, Any]], segments: Collection[int]
-) -> bool:
-    """Load the saved histories of `segments` in this run's row order; return whether they fit."""
+) -> None:
+    """Load the saved histories of `segments` in this run's row order."""
     graph, store = own.graph, own.store
     perm = graph.plan.perm.cpu()
     device = graph.plan.perm.device
@@ -204,7 +195,6 @@ def load_ranks(
         assert rows is not None
         step, kept_step = (min(one[n] for _, one in parts) for n in ("step", "kept_step"))
         store.load(key, rows, kept, step, kept_step)
-    return True
 
 
 def _plain(key: Hashable) -> tuple[Any, ...]:

@@ -12,5 +12,6 @@ from lightning_gnnpipe.layers.statistics import tracks_statistics, uses_batch_st
 from lightning_gnnpipe.layers.support import (
     check_graph_batches,
     check_norms,
+    check_replicas,
     check_support,
 )

@@ -159,6 +159,16 @@ def check_norms(module: nn.Module, without_batch: Collection[str]) -> None:
     _refuse_layers(module, lambda name, layer: _refused_in_parts(layer, name in without_batch))
 
 
+def check_replicas(num_replicas: int) -> None:
+    """Raise `UnsupportedError` for several replicas: on one graph all would train alike."""
+    if num_replicas > 1:
+        raise UnsupportedError(
+            expected="batches of graphs for data_parallel",
+            found=f"one graph, on which all {num_replicas} replicas would compute the same",
+            remedy="Use data_parallel=1, and use the devices for more stages or shards.",
+        )
+
+
 def check_graph_batches(num_shards: int) -> None:
     """Refuse to split batches of graphs over shards."""
     if num_shards > 1:

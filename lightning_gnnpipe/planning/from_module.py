@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data, Dataset
 
-from lightning_gnnpipe.batches import check_replicas
 from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.errors import ConfigError
+from lightning_gnnpipe.layers import check_replicas
 from lightning_gnnpipe.methods import PipelinedMethod
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.planning.closed_forms import MESSAGE_S, Link

@@ -216,7 +216,7 @@ class EngineHost:
         engine, module = self.engine, self._strategy.user_module
         trainer = module.trainer
         self._begin_step()
-        engine.identity.begin_step(module, partial(random_state, self._strategy.root_device))
+        engine.identity.begin_step(module, partial(random_number, self._strategy.root_device))
         engine.set_step(step_index=trainer.fit_loop.epoch_loop.total_batch_idx)
         self._num_evaluations += 1
         if self._num_evaluations > 1:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.comm import Meter, Transport, World
-from lightning_gnnpipe.engine.histories import Histories, PlannedGraph
+from lightning_gnnpipe.engine.known_graphs import Histories, PlannedGraph
 from lightning_gnnpipe.engine.resume import RunState, load_ranks, save_rank
 from lightning_gnnpipe.errors import CheckpointError
 from lightning_gnnpipe.graph import plan_from_assignment

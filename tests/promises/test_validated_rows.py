@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import EmbeddingRefresh, FullGraphDataModule
-from lightning_gnnpipe.engine.passes import GraphPasses
+from lightning_gnnpipe.engine.passes import Passes
 from lightning_gnnpipe.models import GNN, NodeClassifier
 from tests.helpers.cases import covering, slow
 from tests.helpers.graphs import communities
@@ -96,8 +96,8 @@ def test_a_refresh_changes_the_steps_and_takes_what_validation_has_computed(
     num_stages: int, num_shards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of the same features in other tensors; the steps are the same without a validation."""
-    refresh = Mock(wraps=GraphPasses.refresh)
-    monkeypatch.setattr(GraphPasses, "refresh", lambda *args: refresh(*args))
+    refresh = Mock(wraps=Passes.refresh)
+    monkeypatch.setattr(Passes, "refresh", lambda *args: refresh(*args))
     where = {"num_stages": num_stages, "num_shards": num_shards}
     wanted = train(None, EmbeddingRefresh(1), limit_val_batches=0, **where)
     assert num_stages * num_shards > 1 or refresh.call_count == 5
