@@ -44,17 +44,32 @@ class KnownKinds(dict[str, tuple[Kind, int]]):
         super().__init__()
         self._forms: dict[Hashable, Inputs] = {}
 
-    def classify(self, call: Call) -> Inputs:
-        """Like `classify`; names and shapes tell all of a call on one graph."""
-        if call.has_graphs:  # the batch vector tells
-            return classify(call, self)
+    def find_graphs(self, call: Call, graph_of_node: Tensor | None) -> tuple[Call, Inputs]:
+        """Classify `call`, with `graph_of_node` as its batch vector if it fits; return both.
+
+        `graph_of_node`: `[num_nodes]` the batch vector of the user's batch. It is used if the call
+        has none, the numbers of nodes are equal, and no edge joins two graphs.
+        """
+        inputs = classify(call, self) if call.has_graphs else self._of_one_graph(call)
+        if call.has_graphs or graph_of_node is None or len(graph_of_node) != inputs.num_nodes:
+            return call, inputs
+        # Forward does not receive this leaf; it only defines the graphs of micro-batches.
+        names, leaves = (*call.names, "batch"), (*call.leaves, graph_of_node)
+        with_graphs = replace(call, names=names, leaves=leaves)
+        try:
+            return with_graphs, classify(with_graphs, self)
+        except GraphError:  # edges join graphs: treat them as one graph
+            return call, inputs
+
+    def _of_one_graph(self, call: Call) -> Inputs:
+        """Classify a call on one graph: names and shapes tell all."""
         form = call.signature, call.num_nodes, tuple([(t.shape, t.dtype) for t in call.leaves])
         alike = self._forms.get(form)
         if alike is not None:
             slots = [i for i, kind in enumerate(alike.kinds) if kind is Kind.EDGE_INDEX]
             return replace(alike, edge_index=call.join(slots))
-        inputs = classify(call, self)
-        if inputs.graphs is None and Kind.NODE in inputs.kinds:  # or the batch was counted
+        inputs = classify(call)
+        if Kind.NODE in inputs.kinds:  # else the batch was counted
             if len(self._forms) >= _MOST_FORMS:
                 del self._forms[next(iter(self._forms))]
             self._forms[form] = replace(inputs, edge_index=inputs.edge_index.new_empty((2, 0)))
@@ -81,26 +96,6 @@ def classify(call: Call, known: MutableMapping[str, tuple[Kind, int]] | None = N
     none = torch.empty((2, 0), dtype=torch.int64, device=of_node.device)
     numbers, sizes = tuple(rows.number for rows in leaves), tuple(map(len, sets))
     return Inputs(kinds, len(of_node), none, sizes, numbers, graphs)
-
-
-def find_graphs(call: Call, graph_of_node: Tensor | None, known: KnownKinds) -> tuple[Call, Inputs]:
-    """Classify `call`, with `graph_of_node` as its batch vector if it fits; return both.
-
-    `graph_of_node`: `[num_nodes]` the batch vector of the user's batch. It is used if the call has
-    none, the numbers of nodes are equal, and no edge joins two graphs.
-    """
-    inputs = known.classify(call)
-    if call.has_graphs or graph_of_node is None:
-        return call, inputs
-    if inputs.num_nodes == graph_of_node.numel():
-        # Forward does not receive this leaf; it only defines the graphs of micro-batches.
-        names, leaves = (*call.names, "batch"), (*call.leaves, graph_of_node)
-        with_graphs = replace(call, names=names, leaves=leaves)
-        try:
-            return with_graphs, classify(with_graphs, known)
-        except GraphError:  # edges join graphs: treat them as one graph
-            pass
-    return call, inputs
 
 
 class _Finder:

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_gnnpipe.chunks import PipelineStats, RankRecord, merge_stats, peak_memory_bytes
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.known_graphs import PlannedGraph
-from lightning_gnnpipe.errors import ConfigError
+from lightning_gnnpipe.errors import ConfigError, Fallbacks
 from lightning_gnnpipe.layers import tracks_statistics
 from lightning_gnnpipe.stages import Layers
 from lightning_gnnpipe.staleness import Staleness
@@ -73,7 +73,7 @@ class RunningStatistics:
 
     def __init__(self, *, is_quiet: bool) -> None:
         self.stale: set[str] = set()
-        self._is_quiet = is_quiet
+        self._fallbacks = Fallbacks(log, is_quiet=is_quiet)
 
     def note_pipelined(self, norms: Mapping[str, nn.Module]) -> None:
         self.stale |= {name for name, norm in norms.items() if tracks_statistics(norm)}
@@ -94,9 +94,8 @@ class RunningStatistics:
 
     def warn(self) -> None:
         """Warn once if validation has not replaced some statistics."""
-        if self.stale and not self._is_quiet:
-            self._is_quiet = True
-            log.warning(
+        if self.stale:
+            self._fallbacks.tell(
                 "The running statistics of '%s' and other norms come from pipelined steps, and no "
                 "validation has recomputed them from exact embeddings. A deep network may evaluate "
                 "much worse than it trains. Let fit() validate after its last epoch, with the "

@@ -51,7 +51,6 @@ class EngineChecks:
         is_alone = options.num_chunks == 1 and not transport.world.is_distributed
         self._is_whole = is_alone and not options.given.recompute
         self._checked: set[bool] = set()
-        self._has_warned_of_cut = False
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
 
     def batch_vector(self, vector: Tensor | None) -> Tensor | None:
@@ -138,11 +137,8 @@ class EngineChecks:
 
     def chunks(self, graph: PlannedGraph) -> None:
         """Warn once of mostly cut edges."""
-        if graph.cut_frac == 0 or not self._transport.world.is_root:
-            return
-        if graph.cut_frac > DENSE and not self._has_warned_of_cut:
-            self._has_warned_of_cut = True
-            log.warning(
+        if graph.cut_frac > DENSE:
+            self._fallbacks.tell(
                 "%s of all edges lie between chunks, so accuracy may suffer. Use fewer chunks, "
                 "partition='metis' or graph_parallel, and compare with num_chunks=1.",
                 f"{100 * graph.cut_frac:.0f} %",

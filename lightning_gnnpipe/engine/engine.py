@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe._compat_torch import mask_weights
-from lightning_gnnpipe.calls import Call, Inputs, KnownKinds, find_graphs, flatten_call
+from lightning_gnnpipe.calls import Call, Inputs, KnownKinds, flatten_call
 from lightning_gnnpipe.chunks import PassSpec
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.after_step import LastStep, RunningStatistics
@@ -129,7 +129,7 @@ class PipelineEngine:
         call = self._checks.as_one_graph(call, in_batch)
         in_batch = self._checks.batch_vector(in_batch)
         call = call if in_batch is not None else self.model.attach(call)
-        call, inputs = find_graphs(call, in_batch, self._known_kinds)
+        call, inputs = self._known_kinds.find_graphs(call, in_batch)
         self._checks.graphs(call, inputs, in_batch)
         has_graphs = inputs.graphs is not None
         if is_training and self._state.num_awaiting:

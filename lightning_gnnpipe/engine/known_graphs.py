@@ -289,7 +289,7 @@ class KnownInputs:
         self._num_new = 0  # steps that were exact because their input was new
         self._changed: list[str] = []  # what was new in the last of them
         self._remedy = ""
-        self._is_quiet = is_quiet
+        self._fallbacks = Fallbacks(log, is_quiet=is_quiet)
 
     def resume(self, run: SavedRun) -> None:
         self.saved, self.num_saved_layers = run.histories(), sum(run.state.stage_layers)
@@ -328,9 +328,8 @@ class KnownInputs:
 
     def tell_share(self, num_steps: int) -> None:
         """Warn once if most of `num_steps` training steps were exact because of new inputs."""
-        if self._changed and not self._is_quiet and 2 * self._num_new > num_steps:
-            self._is_quiet = True
-            log.warning(
+        if self._changed and 2 * self._num_new > num_steps:
+            self._fallbacks.tell(
                 "%d of %d training steps ran exactly, not pipelined, because %s of the pipelined "
                 "module had changed; historical embeddings are read on the same input only. %s",
                 self._num_new,
