@@ -1,8 +1,7 @@
-"""The data axis as Lightning sees it: equal to its DDP; loaders, random numbers, refusals."""
+"""The data axis as Lightning sees it: loaders, random numbers, refusals."""
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -13,139 +12,18 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import IterableDataset
-from torch_geometric import nn as gnn
 from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader
-from torchmetrics import MeanMetric
 
 from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
 from lightning_gnnpipe.trainer.replicas import SameLengthLoader
 from tests.helpers import observed
-from tests.helpers.batches import NUM_FEATURES, NUM_TARGETS, SIZES, WIDTH, GraphModule, draw_batch
-from tests.helpers.cases import slow
+from tests.helpers.batches import SIZES, GraphModule, draw_batch
 from tests.helpers.launch import FitResult, fit_batches
 from tests.helpers.record import assert_steps_equal
-from tests.test_strategy import metrics_of
-
-
-class Normed(nn.Module):
-    """BatchNorm, whose running statistics are buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList([gnn.SAGEConv(NUM_FEATURES, WIDTH), gnn.SAGEConv(WIDTH, WIDTH)])
-        self.norms = nn.ModuleList(gnn.BatchNorm(WIDTH) for _ in self.convs)
-        self.lin_out = nn.Linear(WIDTH, NUM_TARGETS)
-
-    def forward(self, data: Batch) -> Tensor:
-        x = data.x
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = norm(conv(x, data.edge_index)).relu()
-        return self.lin_out(gnn.global_mean_pool(x, data.batch, data.num_graphs))
-
-
-class NormedModule(GraphModule):
-    """A second norm behind the pipelined module, and a loader of its own."""
-
-    def __init__(self) -> None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            super().__init__(net=Normed())
-        self.norm = nn.BatchNorm1d(NUM_TARGETS).double()
-        self.mean = MeanMetric().set_dtype(torch.float64)
-
-    def forward(self, data: Batch) -> Tensor:
-        return self.norm(self.net(data))
-
-    def training_step(self, data: Batch, batch_idx: int) -> dict[str, Tensor]:
-        found = super().training_step(data, batch_idx)
-        self.log("synced", found["loss"].detach(), sync_dist=True, on_epoch=True, batch_size=3)
-        self.log("most", data.num_graphs, sync_dist=True, reduce_fx="max", batch_size=1)
-        return found
-
-    def validation_step(self, data: Batch, batch_idx: int) -> None:
-        loss = self.loss(self(data), data)
-        self.mean.update(loss, weight=data.num_graphs)
-        self.log("val_loss", loss, batch_size=data.num_graphs, sync_dist=True)
-        self.log("mean", self.mean, batch_size=data.num_graphs)
-
-
-class GraphData(L.LightningDataModule):
-    """The loaders, made anew in each process; the graphs are changed at random.
-
-    Args:
-        num_workers: Of each rank, which change them. They are forked by a process without
-            threads: a rank has those of gloo, and the fork of one might wait for ever.
-    """
-
-    def __init__(self, num_workers: int) -> None:
-        super().__init__()
-        self.options: dict[str, Any] = {"num_workers": num_workers}
-        if num_workers:
-            self.options |= {"multiprocessing_context": "forkserver", "persistent_workers": True}
-        self.graphs = draw_batch(SIZES + SIZES).to_data_list()
-
-    def train_dataloader(self) -> DataLoader:
-        graphs = Noisy(self.graphs)
-        return DataLoader(graphs, batch_size=3, shuffle=True, drop_last=True, **self.options)
-
-    def val_dataloader(self) -> DataLoader:
-        return DataLoader(self.graphs[:11], batch_size=2)  # one graph is validated on twice
-
-
-class Noisy(list[Data]):
-    """Adds noise to the features whenever a graph is read."""
-
-    def __getitem__(self, index: Any) -> Any:
-        graph = copy.copy(super().__getitem__(index))
-        graph.x = graph.x + torch.randn_like(graph.x)
-        return graph
-
-
-def keeps_buffers(folder: Path) -> L.Callback:
-    """Writes the buffers that validation uses, of each rank."""
-
-    def save(trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        torch.save(dict(module.named_buffers()), folder / f"buffers_{trainer.global_rank}.pt")
-
-    return LambdaCallback(on_validation_batch_start=save)
-
-
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize(("accumulated", "num_workers"), [(1, 0), (2, 0), slow(1, 1)])
-def test_one_stage_is_lightnings_ddp(accumulated: int, num_workers: int, tmp_path: Path) -> None:
-    """The order of batches, losses, gradients, weights, running statistics and what is logged."""
-    folders = [tmp_path / "ddp", tmp_path / "piped"]
-    options = {"limit_val_batches": 1.0, "accumulate_grad_batches": accumulated}
-    runs: list[FitResult] = []
-    for num_stages, folder in enumerate(folders):
-        folder.mkdir()
-        run = fit_batches(
-            NormedModule(),
-            GraphData(num_workers),
-            tmp_path=folder,
-            num_stages=num_stages,
-            num_replicas=2,
-            max_epochs=3,
-            callbacks=[keeps_buffers(folder)],
-            seeds_workers=True,
-            trainer_kwargs={**options, "gradient_clip_val": 0.5 if accumulated > 1 else None},
-        )
-        runs.append(run)
-    ddp, piped = runs
-    for steps, expected in zip([piped.steps, *piped.others], [ddp.steps, *ddp.others], strict=True):
-        assert_steps_equal(steps, expected)
-    assert not torch.allclose(piped.steps[0].outputs, piped.others[0][0].outputs)
-    logged = [metrics_of(run.trainer) for run in runs]
-    assert logged[1] == pytest.approx(logged[0], rel=1e-10)
-    states = [[run.state_dict] for run in runs]
-    for own, folder in zip(states, folders, strict=True):
-        own += [torch.load(folder / f"buffers_{rank}.pt") for rank in range(2)]
-    torch.testing.assert_close(states[1], states[0], rtol=1e-10, atol=1e-10)
 
 
 class Stream(IterableDataset):

@@ -10,11 +10,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch_geometric.nn as gnn
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from torch import Tensor
-from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader as PyGDataLoader
 
 from lightning_gnnpipe import GNNPipeStrategy
@@ -92,29 +89,6 @@ def test_p6_a_checkpoint_goes_on_under_any_stages(first: int, second: int, tmp_p
     fit(first, stepping, saver(tmp_path))
     path = tmp_path / "last.ckpt"
     assert_same(fit(second, lambda: stepping(0.0), epochs=6, ckpt_path=path)[0], plain)
-
-
-@pytest.mark.some_cases(1)
-@pytest.mark.parametrize("name", ["current_epoch", "trainer", "log"])
-def test_a_forward_that_reads_the_progress_is_refused(name: str) -> None:
-    class Reads(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = gnn.SAGEConv(5, 3)
-
-        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            read = self.log("h", 0.0) or 1 if name == "log" else getattr(self, name)
-            assert read is not None
-            return self.conv(x, edge_index)
-
-        def training_step(self, data: Data, batch_idx: int) -> Tensor:
-            return self(data.x, data.edge_index).square().mean()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    with pytest.raises(ValueError, match=rf"got self.{name}.*Log in training_step"):
-        make_trainer(1, 1).fit(Reads(), datamodule=datamodule())
 
 
 def test_modules_and_metrics_are_given_back() -> None:

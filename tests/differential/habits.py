@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
-from tests.differential.nets import GraphDraw, NetDraw, call_arguments, draw_graph, draw_net
+from tests.differential.nets import NetDraw, draw_net
 from tests.differential.program import Draw, Habit
 
 PLAIN = frozenset({"plain out"})
@@ -60,22 +59,8 @@ READS = [
             "self.net.drop.p = 1.0", "h = h + self.drop(h)"),
     toggled("a part in eval", "self.drop = nn.Dropout(1.0)", "self.net.drop.eval()",
             "h = h + self.drop(h)"),
-    Habit("counts its calls",
-          {"net_init": "self.calls = 0", "forward_start": "self.calls += 1",
-           "in_layer": "h = h / self.calls"}, oracle=False),
-    Habit("keeps a tensor",
-          {"net_init": "self._h = None", "forward_end": "self._h = x",
-           "step_out": "self.see('kept', self.net._h.detach().mean())"}, oracle=False),
-    Habit("loss of a kept tensor",
-          {"net_init": "self.kept = None", "forward_end": "self.kept = x",
-           "loss": "loss = loss + self.net.kept.pow(2).mean()"}, oracle=False),
     Habit("reads training",
           {"in_layer": "h = 2 * h if self.training else h"}),
-    Habit("running mean of its own",
-          {"net_init": "self.register_buffer('mean', torch.zeros(8))",
-           "forward_end": "if self.training:\n"
-                          "    self.mean.mul_(0.9).add_(x.detach()[:, :8].mean(0), alpha=0.1)\n"
-                          "x = x - self.mean.repeat(x.size(1) // 8)"}, oracle=False),
 ]  # fmt: skip
 
 # Modes and weights that a hook changes.
@@ -146,22 +131,12 @@ OUTPUTS = [
 ]  # fmt: skip
 
 
-def hooked(name: str, init: str) -> Habit:
-    """Return a habit: a hook is registered at the start."""
-    return Habit(name, {"init": init}, oracle=False)
-
-
-_SEE = "lambda *a: self.see('hook', a[-1].detach().norm())"
-
 # Hooks of torch.
 TORCH_HOOKS = [
     Habit("hook of the output", {"step_out": "if out.requires_grad:\n"
                                  "    out.register_hook(lambda g: self.see('out', g.norm()))"}),
     Habit("hook that changes", {"step_out": "if out.requires_grad:\n"
                                 "    out.register_hook(lambda g: 0.5 * g)"}),
-    hooked("forward hook of a layer", f"self.net.convs[0].register_forward_hook({_SEE})"),
-    hooked("hook of weights that changes",
-           "for p in self.net.parameters():\n    p.register_hook(lambda g: 0.5 * g)"),
 ]  # fmt: skip
 
 # Values of all weights or gradients.
@@ -226,28 +201,21 @@ def draw_of(seed: int) -> Draw:
     others are.
     """
     random = Random(seed)
-    graph = draw_graph(random)
-    net = draw_net(random, graph)
-    first = HABITS[seed % len(HABITS)]
-    while not _fits(net, graph, (first,)):
-        graph = replace(graph, weights=False, attributes=False)
-        net = draw_net(random, graph)
+    num_nodes, net, first = random.randint(8, 24), draw_net(random), HABITS[seed % len(HABITS)]
+    while not _fits(net, (first,)):
+        net = draw_net(random)
     habits = (first,)
     for _ in range(random.choice([0, 1, 2, 3])):
         more = (*habits, random.choice(random.choice(KINDS)))
-        if _fits(net, graph, more):
+        if _fits(net, more):
             habits = more
-    return Draw(seed, net, graph, habits)
+    return Draw(seed, net, num_nodes, habits)
 
 
-def _fits(net: NetDraw, graph: GraphDraw, habits: tuple[Habit, ...]) -> bool:
+def _fits(net: NetDraw, habits: tuple[Habit, ...]) -> bool:
     """Whether these habits go together, and with the network."""
     groups = [habit.group for habit in habits if habit.group]
     names = [habit.name for habit in habits]
-    has = net.has
-    if call_arguments(net, graph) == "x, edge_index":
-        has.add("edges alone")
-    if "output" not in groups:
-        has.add("plain out")
+    has = net.has if "output" in groups else {*net.has, "plain out"}
     is_alone = len(groups) == len(set(groups)) and len(names) == len(set(names))
     return is_alone and all(habit.needs <= has for habit in habits)

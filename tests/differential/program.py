@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tests.differential.nets import GraphDraw, NetDraw, call_arguments, graph_text, net_text
+from tests.differential.nets import NetDraw, net_text
 
 NUM_EPOCHS = 3
 SLOTS = (
@@ -31,7 +31,6 @@ class Habit:
     name: str
     slots: Mapping[str, str] = field(default_factory=dict)  # lines by the name of their place
     trainer: str = ""  # arguments of the Trainer, such as `gradient_clip_val=0.1`
-    callbacks: str = ""  # expressions for the list of callbacks
     optimizer: str = ""  # body of `configure_optimizers`, if it is another
     oracle: bool = True  # whether the oracle of stale rows does the same
     needs: frozenset[str] = frozenset()  # of the net: "tie", "alike", "edges alone" or "plain out"
@@ -73,7 +72,7 @@ class Draw:
 
     seed: int
     net: NetDraw
-    graph: GraphDraw
+    num_nodes: int
     habits: tuple[Habit, ...]
 
     @property
@@ -102,19 +101,30 @@ from tempfile import mkdtemp
 import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import *
 from torch import nn
 from torch.utils.data import DataLoader
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import FullGraphDataModule
 from lightning_gnnpipe import GNNPipeStrategy, StalenessWarmup
 
 torch.set_default_dtype(torch.float64)
 
 
-<<graph>>
+def make_graph(number=0):
+    draw = torch.Generator().manual_seed(SEED + number)  # two nodes have no edge
+    edge_index = torch.randint(0, NODES - 2, (2, 3 * NODES), generator=draw)
+    edge_index = edge_index[:, edge_index[0] != edge_index[1]].unique(dim=1)
+    loops = torch.tensor([[0, 3], [0, 3]])
+    edge_index = torch.cat([edge_index, loops, edge_index[:, :3]], 1)  # some are there twice
+    node, num_edges = torch.arange(NODES), edge_index.size(1)
+    return Data(
+        x=torch.randn(NODES, 5, generator=draw), edge_index=edge_index,
+        edge_weight=torch.rand(num_edges, generator=draw) + 0.5,
+        edge_attr=torch.randn(num_edges, 3, generator=draw),
+        y=torch.randint(0, 3, (NODES,), generator=draw),
+        train_mask=node % 3 != 1, val_mask=node % 3 == 1, test_mask=node % 4 == 1,
+    )
 
 
 <<net>>
@@ -174,20 +184,15 @@ class Record(L.Callback):
         torch.save(found, f"{self.folder}/rank{trainer.global_rank}.pt")
 
 
-def make_callbacks():
-    return [CALLBACKS]
-
-
 def results(strategy="auto", devices=1, callbacks=()):
     """Return all that training gave, by name."""
     folder = mkdtemp(dir=Path(__file__).parent)
     L.seed_everything(7, verbose=False)
     module, graph = Module(), make_graph()
-    callbacks = [*callbacks, *make_callbacks(), Record(folder)]
     trainer = L.Trainer(
         accelerator="cpu", devices=devices, strategy=strategy, max_epochs=EPOCHS,
-        callbacks=callbacks, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=folder, TRAINER
+        callbacks=[*callbacks, Record(folder)], logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, default_root_dir=folder, TRAINER
     )
     train = val = DataLoader([graph], batch_size=None)
     <<loaders>>
@@ -210,21 +215,17 @@ def text_of(draw: Draw) -> str:
     joined["step_out_of_validation"] = joined["step_out"]
     own = [habit.optimizer for habit in draw.habits if habit.optimizer]
     joined["optimizer"] = own[0] if own else "return torch.optim.SGD(self.parameters(), lr=0.1)"
-    joined["graph"], joined["net"] = graph_text(draw.graph), net_text(draw.net, draw.graph)
+    joined["net"] = net_text(draw.net)
     text = _PROGRAM
-    for slot in ("graph", "net", *joined):  # the net has slots of its own
+    for slot in ("net", *joined):  # the net has slots of its own
         text = fill(text, slot, joined[slot])
-    trainers = [habit.trainer for habit in draw.habits if habit.trainer]
-    if not any("enable_checkpointing" in one for one in trainers):
-        trainers.append("enable_checkpointing=False")
     values = {
         "SEED": str(draw.seed),
         "NAMES": draw.names,
         "EPOCHS": str(NUM_EPOCHS),
-        "NODES": str(draw.graph.num_nodes),
-        "ARGUMENTS": call_arguments(draw.net, draw.graph),
-        "CALLBACKS": ", ".join(habit.callbacks for habit in draw.habits if habit.callbacks),
-        "TRAINER": ", ".join(trainers),
+        "NODES": str(draw.num_nodes),
+        "ARGUMENTS": ", ".join(["x, edge_index", *(f"data.{name}" for name in draw.net.extra)]),
+        "TRAINER": ", ".join(habit.trainer for habit in draw.habits if habit.trainer),
     }
     for name, value in values.items():
         text = text.replace(name, value)

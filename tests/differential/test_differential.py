@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_gnnpipe.errors import GNNPipeError
 from tests.differential.habits import HABITS, draw_of
-from tests.differential.nets import GraphDraw, NetDraw
+from tests.differential.nets import NetDraw
 from tests.differential.program import SETTINGS, Draw, Setting, text_of
 from tests.helpers.orders import order_of_step
 from tests.helpers.reference import StaleOracle
@@ -47,7 +47,7 @@ def test_weights_that_autograd_has_saved_outlast_a_new_trace_before_backward(
 ) -> None:
     names, setting = ("_dict", "net in eval for a pass", "weight penalty"), SETTINGS["exact, two"]
     habits = tuple(habit for habit in HABITS if habit.name in names)
-    draw = replace(draw_of(0), net=NetDraw(("GCN", "GCN")), graph=GraphDraw(), habits=habits)
+    draw = replace(draw_of(0), net=NetDraw(("GCN", "GCN")), habits=habits)
     found = results(draw, setting.found, tmp_path)
     assert isinstance(found, dict)
     check(draw, setting, results(draw, setting.expected, tmp_path), found)
@@ -73,7 +73,7 @@ def results(draw: Draw, arguments: str, folder: Path) -> dict[str, Tensor] | Exc
         program = load(folder / f"draw_{draw.seed}.py", text_of(draw))
         names = {"Oracle": Oracle, **vars(program)}
         found: dict[str, Tensor] = eval(
-            f"results({arguments.replace('NODES', str(draw.graph.num_nodes))})", names
+            f"results({arguments.replace('NODES', str(draw.num_nodes))})", names
         )
         return found
     except Exception as error:

@@ -127,7 +127,6 @@ def of(
 
 
 HISTOGRAM = torch.tensor([1, 3, 4, 3])
-STATISTICS = ["mean", "min", "max", "std"]
 SCALERS = ["identity", "amplification", "attenuation"]
 AGGREGATIONS: dict[str, Callable[[], Any]] = {
     "attentional": lambda: gnn.AttentionalAggregation(mlp(D, 1)),

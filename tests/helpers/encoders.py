@@ -74,18 +74,6 @@ class Frozen(Encoded):
         self.lin_in.requires_grad_(False)
 
 
-class Normed(Encoded):
-    """With statistics over all nodes in the encoder: it is not repeated."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__(dropout)
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x_0 = self.norm(self.lin_in(self.dropout(x))).relu()
-        return x_0, x_0
-
-
 class Two(nn.Module):
     """Two encoders, which share a layer, and a third one in the middle of the layers."""
 
@@ -158,7 +146,6 @@ ENCODED_NETS = {
     "overwritten": Overwritten,
     "behind": Behind,
     "frozen": Frozen,
-    "normed": Normed,
     "two": Two,
     "pyg": PyG,
     "edge_encoded": EdgeEncoded,

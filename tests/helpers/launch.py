@@ -113,7 +113,7 @@ def fit_batches(
     if num_stages:
         piped = {"num_chunks": num_chunks, "data_parallel": num_replicas, **(strategy_kwargs or {})}
     elif num_replicas > 1:
-        trainer_kwargs["strategy"] = "ddp_fork"
+        trainer_kwargs["strategy"] = "ddp_fork_find_unused_parameters_true"
     return _fit(
         module,
         [BatchList(one) if isinstance(one, list) else one for one in (batches, val_batches)],
