@@ -6,6 +6,7 @@ Each habit runs on the net, and on a copy, which nothing pipelines, with equal r
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim.swa_utils import AveragedModel
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule
@@ -111,6 +114,29 @@ def traced(net: Net, data: Data) -> list[Tensor]:
         return [torch.jit.trace(net.eval(), args, check_trace=False)(*args)]
 
 
+def averaged(net: Net, data: Data) -> list[Tensor]:
+    """Evaluate with other weights in place of the module's."""
+    others = {name: 0.5 * p.detach() for name, p in net.named_parameters()}
+    return [functional_call(net, others, (data.x, data.edge_index))]
+
+
+def copied(how: Callable[[nn.Module], Any]) -> Habit:
+    """A copy computes the same, with gradients as well, and has weights of its own."""
+
+    def run(net: Net, data: Data) -> list[Tensor]:
+        with torch.inference_mode(False):
+            made = how(net)
+        assert type(getattr(made, "module", made)) is Net
+        found = [*plain(made, data), *of_inputs(made, data)]
+        with torch.no_grad():
+            for parameter in made.parameters():
+                parameter.zero_()
+        assert not plain(made, data)[0].any()
+        return [*found, *plain(net, data)]
+
+    return run
+
+
 HABITS: dict[str, Habit] = {
     "plain": plain,
     "a part of the graph": of_a_part,
@@ -120,6 +146,10 @@ HABITS: dict[str, Habit] = {
     "gradients of inputs": of_inputs,
     "an attack": attack,
     "traced": traced,
+    "averaged": averaged,
+    "copied twice": copied(lambda net: copy.deepcopy(copy.deepcopy(net))),
+    "pickled": copied(lambda net: pickle.loads(pickle.dumps(net))),
+    "an averaged model": copied(lambda net: AveragedModel(net, use_buffers=True)),
 }
 
 
