@@ -1,6 +1,13 @@
 """Trace the user's module, cut it into layers, and assign layers to stages."""
 
-from lightning_gnnpipe.stages.attributes import Guard, State, restore_buffers, undisturbed
+from lightning_gnnpipe.stages.attributes import (
+    OF_LIBRARY,
+    OF_USERS,
+    Guard,
+    State,
+    restore_buffers,
+    undisturbed,
+)
 from lightning_gnnpipe.stages.cut import cut_module
 from lightning_gnnpipe.stages.find import (
     as_written,

@@ -25,10 +25,10 @@ from lightning_gnnpipe._compat_torch import RUNNING_HOOK, version_of
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.stages.find import is_library, owners_of
 
-_OF_TORCH = frozenset(vars(nn.Module()))
+_OF_TORCH = frozenset((*vars(nn.Module()), RUNNING_HOOK))
 _KINDS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _KINDS |= {torch.dtype, torch.device, torch.Size, FunctionType, BuiltinFunctionType, type}
-_HOLDERS = (tuple, list, dict, SimpleNamespace, Namespace)
+_HOLDERS = (tuple, list, dict, SimpleNamespace, Namespace, np.generic)
 _MOST = 1000  # items of a container
 
 
@@ -39,39 +39,41 @@ class _Identity(int):
         return "object"
 
 
+# Whose attribute it is: of a module that is traced through, of a library's or a user's module that
+# runs as it is, or the rate of dropout of one that does.
+TRACED, OF_LIBRARY, OF_USERS, RATE = range(4)
+_CALLED = OF_LIBRARY, OF_USERS, RATE
+
+
 class State(NamedTuple):
     """What a trace takes as constants."""
 
     parts: Hashable  # modules, and tensors that forward itself reads, by identity
     is_grad_enabled: bool
-    plain: tuple[tuple[Any, ...], ...]  # attributes of modules that are traced through
-    of_called: tuple[tuple[Any, ...], ...]  # public ones of modules that run as they are
-    of_users: tuple[tuple[Any, ...], ...]  # of modules of the user's own classes that run so
-    rates: tuple[tuple[Any, ...], ...]  # of dropout in modules that run as they are
+    attributes: tuple[tuple[int, str, str, Any], ...]  # whose it is, path, name, content
+
+    def of(self, *owners: int) -> dict[tuple[str, str], Any]:
+        """Return the contents of attributes by path and name."""
+        return {one[1:3]: one[3] for one in self.attributes if one[0] in owners}
+
+    def changed(self, before: State, *owners: int) -> list[tuple[str, str]]:
+        """Return path and name of attributes that differ; by default of all."""
+        old, now = (one.of(*owners or (TRACED, *_CALLED)) for one in (before, self))
+        return [key for key in now | old if now.get(key) != old.get(key)]
 
     def changed_in_parts(self, before: State) -> set[tuple[str, str]]:
         """Return path and name of attributes that differ, of modules that run as they are."""
-        states = [(*s.of_called, *s.of_users, *s.rates) for s in (before, self)]
-        old, now = ({one[:2]: one[2:] for one in several} for several in states)
-        return {key for key in now | old if now.get(key) != old.get(key)}
+        return set(self.changed(before, *_CALLED))
 
     def without(self, names: Collection[tuple[str, str]]) -> State:
         """Return the state without attributes of modules that run as they are."""
-        parts = (self.of_called, self.of_users, self.rates)
-        kept = (tuple([one for one in part if one[:2] not in names]) for part in parts)
-        return State(self.parts, self.is_grad_enabled, self.plain, *kept)
-
-    def changed(self, before: State) -> list[str]:
-        """Return the names of plain attributes that differ."""
-        states = [(*s.plain, *s.of_called, *s.of_users, *s.rates) for s in (before, self)]
-        old, now = ({one[:2]: one[2:] for one in several} for several in states)
-        keys = [key for key in now | old if now.get(key) != old.get(key)]
-        return [f"{path}.{name}".removeprefix(".") for path, name in keys]
+        kept = [one for one in self.attributes if not one[0] or one[1:3] not in names]
+        return self._replace(attributes=tuple(kept))
 
     @property
     def text(self) -> str:
         """The attributes, without rates of dropout, the same in each process."""
-        read = self.plain, self.of_called, self.of_users
+        read = [one for one in self.attributes if one[0] != RATE]
         return re.sub(" at 0x[0-9a-f]+", "", repr(read))
 
 
@@ -95,25 +97,28 @@ class Guard:
             self._modules, self._owners = modules, [one for _, one in owners_of(self._module)]
             traced = {*self._owners}
             self._named = [
-                (path, one, 0 if one in traced else 1 if is_library(one) else 2)
+                (path, one, TRACED if one in traced else _CALLED[not is_library(one)])
                 for path, one in self._module.named_modules()
                 if not type(one).__module__.startswith("torchmetrics.")
             ]
         held = [one(recurse=False) for m in self._owners for one in (m.parameters, m.buffers)]
         tensors = tuple([id(one) for several in held for one in several])
-        found: tuple[list[tuple[Any, ...]], ...] = ([], [], [], [])  # in the order of `State`
-        for path, one, place in self._named:
+        found: list[tuple[int, str, str, Any]] = []
+        for path, one, owner in self._named:
             for name, value in vars(one).items():
-                if name in _OF_TORCH or (place == 1 and name[0] == "_") or name == RUNNING_HOOK:
+                if name in _OF_TORCH or (owner == OF_LIBRARY and name[0] == "_"):
                     continue
-                if place and (value is None or (path, name) in self._left):  # its own result
+                if owner and (value is None or (path, name) in self._left):  # its own result
                     continue
-                is_read = isinstance(value, _HOLDERS) or (not place and isinstance(value, Tensor))
-                if is_read or type(value) in _KINDS or isinstance(value, np.generic):
-                    is_p = name == "p" and "Dropout" in type(one).__name__
-                    is_rate = place and (is_p or name == "dropout")
-                    found[3 if is_rate else place].append((path, name, *_content(value)))
-        return State((*modules, tensors), torch.is_grad_enabled(), *map(tuple, found))
+                if type(value) in _KINDS:
+                    held: Any = type(value), value
+                elif isinstance(value, _HOLDERS) or (not owner and isinstance(value, Tensor)):
+                    held = _content(value)
+                else:
+                    continue
+                is_rate = name == "dropout" or (name == "p" and "Dropout" in type(one).__name__)
+                found.append((RATE if owner and is_rate else owner, path, name, held))
+        return State((*modules, tensors), torch.is_grad_enabled(), tuple(found))
 
 
 def _content(value: Any) -> tuple[Any, ...]:

@@ -26,6 +26,8 @@ from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.passing import Matrices
 from lightning_gnnpipe.report import Split
 from lightning_gnnpipe.stages import (
+    OF_LIBRARY,
+    OF_USERS,
     Guard,
     HeldTensors,
     Layers,
@@ -270,7 +272,8 @@ class PipelinedModel:
         changed = self._guard.state().changed(before)
         self._num_changes += bool(changed)
         if changed and self._num_changes == _MANY_CHANGES:
-            self._fallbacks.tell(_TRACED_ANEW, ", ".join(changed))
+            names = (f"{path}.{name}".removeprefix(".") for path, name in changed)
+            self._fallbacks.tell(_TRACED_ANEW, ", ".join(names))
 
     def _note_arguments(self, call: Call) -> None:
         """Warn once of a plain argument with several values, each of which is traced."""
@@ -309,13 +312,13 @@ class PipelinedModel:
                 known=[self._modes[key].layers for key in known.values()],
             )
             before = known.get(id(layers))
-            if before is None or before[1].of_users != state.of_users:
+            if before is None or state.changed(before[1], OF_USERS):
                 self._check(layers, call, inputs)
         called = (self.module,) if layers.head is None else layers.called(self.module)
         self.intercepted = self.intercepted.within(called)
         key = self._key(call, inputs)
         if before is not None:  # other attributes, the same operations
-            is_same = before[1][3:5] == state[3:5]  # in the parts that run as they are
+            is_same = not state.changed(before[1], OF_LIBRARY, OF_USERS)
             mode = self._modes.pop(before)
             self._modes[key] = mode if is_same else replace(mode, options=0)
             return key
