@@ -78,15 +78,15 @@ class Layers:
 
     def called(self, module: nn.Module) -> list[nn.Module]:
         """Return the parts of `module` that segments call."""
-        nodes = (node for one in self.segments for node in one.module.graph.nodes)
-        names = [strip_root(str(node.target)) for node in nodes if node.op == "call_module"]
-        return [module.get_submodule(name) for name in names]
+        return list(map(module.get_submodule, self._called_names()))
 
     def num_calls(self, name: str) -> int:
         """Return how often the module `name` is called, by itself or inside a called module."""
+        return sum(f"{name}.".startswith(f"{target}.") for target in self._called_names())
+
+    def _called_names(self) -> list[str]:
         nodes = (node for one in self.segments for node in one.module.graph.nodes)
-        called = [strip_root(str(node.target)) for node in nodes if node.op == "call_module"]
-        return sum(f"{name}.".startswith(f"{target}.") for target in called)
+        return [strip_root(str(node.target)) for node in nodes if node.op == "call_module"]
 
     def rebuild_output(self, tensors: Sequence[Tensor], leaves: Sequence[Tensor] = ()) -> Any:
         """Return the model's output; `tensors` are in the order of `outputs`."""
