@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -19,6 +19,7 @@ from lightning_gnnpipe.stages.shapes import dim_asked, shape_like, size_asked
 from lightning_gnnpipe.stages.trace import trace
 from lightning_gnnpipe.stages.values import (
     LEAF,
+    PARTS,
     SampleRun,
     draw_samples,
     remedy_for_size,
@@ -78,10 +79,39 @@ def _cut(
         return cut_layers(graph, module, run.values, ROW_KINDS)
     edges = [f"leaf_{i}" for i, kind in enumerate(inputs.kinds) if kind is Kind.EDGE_INDEX]
     turn_leaves(graph, edges)
+    _unpack(graph, run)
     _return_leaves(graph)
     _put_rows_first(graph, inputs, run)
     remedy = remedy_for_weights(module, inputs)
     return cut_layers(graph, module, run.values, remedy=remedy, edges=edges if is_cut else None)
+
+
+def _unpack(graph: fx.Graph, run: SampleRun) -> None:
+    """Replace tuples of tensors, such as the state of an LSTM, by their parts.
+
+    state = lstm(x, state)[1]    ->    h, c = lstm(x, (h, c))[1]
+    """
+    for node in list(graph.nodes):
+        users = [one for one in node.users if one.target is not operator.getitem]
+        if PARTS not in node.meta or not users:
+            continue
+        parts = _take_apart(graph, node, node.meta[PARTS], run)
+        for user in users:
+
+            def whole(one: fx.Node, node: fx.Node = node, parts: Any = parts) -> Any:
+                return parts if one is node else one
+
+            user.args = fx.node.map_arg(user.args, whole)
+            user.kwargs = cast(Any, fx.node.map_arg(user.kwargs, whole))
+
+
+def _take_apart(graph: fx.Graph, node: fx.Node, parts: Any, run: SampleRun) -> Any:
+    """Return nodes for the `parts` of the tuple `node`, in its structure."""
+    if not parts:
+        return node
+    with graph.inserting_before(node.next):
+        items = [_call(graph, run, operator.getitem, node, i) for i in range(len(parts))]
+    return tuple(_take_apart(graph, *one, run) for one in zip(items, parts, strict=True))
 
 
 def _call(graph: fx.Graph, run: SampleRun, function: Callable[..., Any], *args: Any) -> fx.Node:

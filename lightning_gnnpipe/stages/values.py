@@ -43,6 +43,7 @@ _REMEDY_SETS = (
     " An edge-level argument belongs to one edge set, by its number of rows or its name. Pass it "
     "twice to use it with two edge sets."
 )
+PARTS = "parts"  # mark of a node whose result is a tuple, see `_parts_of`
 SIZES = "sizes"  # mark of a node whose result is a tensor: its shape in the sample
 TURNED = "turned"  # mark of a node that turns the edges of a leaf
 LEAF = "leaf"  # mark of a node that returns a leaf as it is, the number of which it is
@@ -331,6 +332,8 @@ class SampleRun:
                 node.meta[LEAF] = same[0]
             if result.dim() == 2 and any(_turns(leaf, result) for leaf in leaves):
                 node.meta[TURNED] = True
+        elif parts := _parts_of(result):
+            node.meta[PARTS] = parts
         if (answer := answer_to(node, result, self._rows_of)) is not None:
             node.meta[ANSWER] = answer
 
@@ -375,6 +378,14 @@ def _turns(leaf: Tensor, other: Tensor) -> bool:
     """Whether `other` holds the edges of `leaf`, turned."""
     is_index = leaf.dtype is torch.int64 and leaf.dim() == 2 and leaf.size(0) == 2
     return is_index and torch.equal(leaf.flip(0), other) and not torch.equal(leaf, other)
+
+
+def _parts_of(result: Any) -> Any:
+    """Return the structure of nested tuples of tensors, () for a tensor; None for all else."""
+    if isinstance(result, Tensor):
+        return ()
+    parts = tuple(map(_parts_of, result)) if type(result) is tuple else (None,)
+    return None if None in parts else parts
 
 
 def _value_of(tensor: Tensor, kinds: Mapping[int, tuple[Kind, int]]) -> Value:

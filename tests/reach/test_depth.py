@@ -316,7 +316,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "dense": (Dense, 4),
     "repeats": (Repeats, 5),
     "reversible": (Reversible, 4),
-    "LSTM over depth": (GatesOverDepth, 2),  # a tuple crosses no cut
+    "LSTM over depth": (GatesOverDepth, 4),
     "GRU over depth": (KeepsCell, 4),
     "stacks": (Stacks, 4),
     "in place": (InPlace, 4),
@@ -328,6 +328,10 @@ NETS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 def test_depth_is_cut_at_each_call_and_trains_as_plainly(name: str) -> None:
     make, number = NETS[name]
     assert num_layers(assert_trains_as_plain(make())) == number
+
+
+def test_a_state_beside_the_rows_crosses_stages() -> None:
+    assert_alike(GatesOverDepth, num_stages=2)
 
 
 HISTOGRAM = torch.tensor([1, 3, 4, 3])
