@@ -204,6 +204,11 @@ def last_name(name: str) -> str:
     return name.rsplit(".", 1)[-1]
 
 
+def is_of_pairs(name: str) -> bool:
+    """Whether an argument holds pairs of nodes to score, or their labels, and no edges."""
+    return last_name(name).startswith("edge_label")
+
+
 def flatten_call(
     module: nn.Module,
     args: Sequence[Any],

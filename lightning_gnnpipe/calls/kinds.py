@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.calls.call import Call, last_name
+from lightning_gnnpipe.calls.call import Call, is_of_pairs, last_name
 from lightning_gnnpipe.calls.graph_batch import GraphBatch, Kind
 from lightning_gnnpipe.errors import GraphError, UnsupportedError
 from lightning_gnnpipe.passing import refuse_shape
@@ -101,11 +101,6 @@ def find_edge_sets(call: Call, *, needs_edges: bool = True) -> EdgeSets:
 def _is_edges(leaf: Tensor) -> bool:
     is_index = leaf.dtype in (torch.int64, torch.int32)
     return is_index and leaf.dim() == 2 and leaf.size(0) == 2
-
-
-def is_of_pairs(name: str) -> bool:
-    """Whether an argument holds pairs of nodes to score, or their labels, and no edges."""
-    return last_name(name).startswith("edge_label")
 
 
 def _stem(name: str) -> str:

@@ -53,23 +53,20 @@ class EngineChecks:
         self._checked: set[bool] = set()
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
 
-    def batch_vector(self, vector: Tensor | None) -> Tensor | None:
-        """Return the user's batch vector, `[num_nodes]`; None if the batch is a single graph."""
-        if vector is None or self._has_batches or int(vector[-1]) > 0:
-            return vector
-        return None
+    def find_batch(self, call: Call, in_batch: Tensor | None) -> tuple[Call, Tensor | None]:
+        """Return the call, and the batch vector of the user's `Batch` unless it is of one graph.
 
-    def as_one_graph(self, call: Call, in_batch: Tensor | None) -> Call:
-        """Return the call, marked if its batch vector is all zero: a single graph.
-
-        A PyG `Batch` (`in_batch`) does not count: its loader may yield several graphs later.
+        A call whose batch vector is all zero is marked as of one graph, if that can be cut; not
+        with a PyG `Batch`, whose loader may yield several graphs later.
         """
+        if self._has_batches:
+            return call, in_batch
+        if in_batch is not None:
+            return call, in_batch if int(in_batch[-1]) > 0 else None
         vector = call.batch_vector
-        if vector is None or self._has_batches or in_batch is not None or vector.any():
-            return call
-        if vector.numel() < self._options.num_chunks:  # too small to be cut
-            return call
-        return replace(call, is_one_graph=True)
+        if vector is None or vector.any() or vector.numel() < self._options.num_chunks:
+            return call, None
+        return replace(call, is_one_graph=True), None
 
     @property
     def _has_batches(self) -> bool:

@@ -125,9 +125,7 @@ class PipelineEngine:
         module, batch, known = self.model.module, self.step.batch, self.model.matrices
         mask_weights(module)
         call = flatten_call(module, args, kwargs, lambda: num_nodes(batch), method, known)
-        in_batch = graph_of_node(batch)
-        call = self._checks.as_one_graph(call, in_batch)
-        in_batch = self._checks.batch_vector(in_batch)
+        call, in_batch = self._checks.find_batch(call, graph_of_node(batch))
         call = call if in_batch is not None else self.model.attach(call)
         call, inputs = self._known_kinds.find_graphs(call, in_batch)
         self._checks.graphs(call, inputs, in_batch)
@@ -203,9 +201,8 @@ class PipelineEngine:
         """Return the state of the run for a checkpoint, without weights and rows."""
         self.abandon()
         if self._saved is not None:  # resumed, no step yet
-            state, has_histories = self._saved.state, bool(self._saved.stages)
-            state = state if has_histories else state.without_histories()
-            return state
+            saved = self._saved
+            return saved.state if saved.stages else saved.state.without_histories()
         num_shards = self.transport.mesh.num_shards if self.model.is_split else 1
         state = RunState(
             self.options.seed,

@@ -156,12 +156,14 @@ class GraphCache:
 
     def for_training(self, key: InputKey, inputs: Inputs, num_bytes: int) -> Histories:
         """Return the histories for the input of a training step; empty if it is new."""
-        found = self.inputs.get(key)
+        kept = self.inputs.kept
+        found = kept.get(key.number)
         if found is None:
             self.inputs.make_room(key, num_bytes)
             graph, is_first = self.cut(key.graph, inputs), key.call == 0
             found = Histories(graph, self.histories, self._transport, is_first=is_first)
-            self.inputs.kept[key.number] = found
+            kept[key.number] = found
+        kept.move_to_end(key.number)  # the most recently used
         if self.trained is not None and self.trained is not found:
             self.trained.drain()
         self.trained = found
@@ -293,12 +295,6 @@ class KnownInputs:
 
     def resume(self, run: SavedRun) -> None:
         self.saved, self.num_saved_layers = run.histories(), sum(run.state.stage_layers)
-
-    def get(self, key: InputKey) -> Histories | None:
-        """Return the histories of an input, from now on the most recently used."""
-        if key.number in self.kept:
-            self.kept.move_to_end(key.number)
-        return self.kept.get(key.number)
 
     def make_room(self, key: InputKey, num_bytes: int) -> None:
         """Drop the least recently used inputs until one more of `num_bytes` has room."""
