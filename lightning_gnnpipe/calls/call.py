@@ -229,8 +229,9 @@ def flatten_call(
     except TypeError:
         function(module, *args, **kwargs)
         raise
-    places = [n for n, one in signature.parameters.items() if one.kind <= one.POSITIONAL_OR_KEYWORD]
-    names = [*places[1:], *(f"args.{i}" for i in range(len(places) - 1, len(args)))]
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    names = [n for n, one in signature.parameters.items() if one.kind <= positional][1:]
+    names += [f"args.{i}" for i in range(len(names), len(args))]
     collector = _Collector(matrices or Matrices())
     filled = [collector.visit(name, one) for name, one in zip(names, args, strict=False)]
     named = {name: collector.visit(name, one) for name, one in kwargs.items()}
