@@ -34,7 +34,8 @@ def user_modules() -> list[ModuleType]:
 
 def _is_users_file(name: str) -> bool:
     """Whether a file is the user's: not torch's, PyG's, Lightning's, Python's or ours."""
-    if "site-packages" in name or os.path.basename(name).startswith("torch_geometric."):
+    file = os.path.basename(name)
+    if "site-packages" in name or file.startswith("torch_geometric.") or "_propagate_" in file:
         return False
     return not name.startswith((*_LIBRARY, *_GENERATED))
 
@@ -48,9 +49,17 @@ def line_here() -> str:
 
 def line_of(error: BaseException) -> str:
     """Return the innermost user line on the way to `error`; empty if there is none."""
-    frames = reversed(traceback.extract_tb(error.__traceback__))
-    lines = (_line(f.filename, f.lineno or 0) for f in frames if _is_users_file(f.filename))
-    return next(lines, "")
+    return _line_and_function(error)[0]
+
+
+def _line_and_function(error: BaseException) -> tuple[str, str]:
+    """Return the innermost user line on the way to `error`, and what of PyG it calls, or empty."""
+    called = ""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if _is_users_file(frame.filename):
+            return _line(frame.filename, frame.lineno or 0), called
+        called = frame.name if f"{os.sep}torch_geometric{os.sep}" in frame.filename else ""
+    return "", ""
 
 
 def at(line: str) -> str:
@@ -71,12 +80,15 @@ _REMEDY = (
 )
 _NEW = "Make new tensors by x.new_zeros(x.size(0), 8) or torch.rand_like(x)."
 _REMEDIES = {
-    "() takes 1 positional argument": _NEW,  # torch.zeros(x.size(0), 8)
+    "() takes 1 positional argument": _NEW,  # torch.zeros(x.size(1), 8)
     "() received an invalid combination of arguments": _NEW,
     "item assignment": "Instead of h[mask] = new, write h = torch.where(mask.unsqueeze(-1), new, "
     "h), which makes a new tensor.",
     "the graph has no": "Use lists, objects and sparse features in training_step: they do not "
     "reach the pipelined module.",
+    "'len' is not supported": "Write x.size(0) in place of len(x).",
+    "__array_struct__": "Return the tensor from forward, and call numpy in training_step.",
+    "assignment of data": "Set weights in on_train_batch_start.",
 }
 
 # Error texts of torch.fx, and descriptions of the user's line.
@@ -84,7 +96,8 @@ _FAULTS = {
     "item assignment": "an assignment to some rows of a tensor",
     "control flow": "a decision on the values of a tensor (if, while, assert, bool)",
     "cannot be iterated": "a loop over a tensor",
-    "'len' is not supported": "len() of a tensor, where x.size(0) is supported",
+    "'len' is not supported": "len() of a tensor",
+    "__array_struct__": "a call of numpy",
 }
 
 
@@ -98,8 +111,13 @@ def _words(error: Exception) -> str:
 
 def untraceable(name: str, error: Exception) -> UnsupportedError:
     """Return the error for a forward, or a method `name`, in which a trace failed with `error`."""
+    line, called = _line_and_function(error)
+    found, remedy = _words(error), next((r for t, r in _REMEDIES.items() if t in str(error)), "")
+    if called not in ("", "forward") and not remedy:
+        found += f" in {called}()"
+        remedy = f"Call {called}() in training_step, and pass its results to forward as arguments."
     return UnsupportedError(
         expected=f"the {name} to be traceable by torch.fx",
-        found=f"{_words(error)}{at(line_of(error))}",
-        remedy=next((r for text, r in _REMEDIES.items() if text in str(error)), _REMEDY),
+        found=found + at(line),
+        remedy=remedy or _REMEDY,
     )

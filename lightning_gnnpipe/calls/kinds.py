@@ -144,6 +144,8 @@ def classify_graph(call: Call) -> Inputs:
             raise refuse_shape(call.matrices[slot], f"{rows} rows for {num_nodes} nodes")
         is_edge_name = edges.is_edge_name(name) and not is_of_pairs(name)
         is_edge_name = is_edge_name and slot not in call.matrices
+        if call.num_nodes is not None and "." in name and rows not in edges.sizes:
+            is_edge_name = False  # of a Data, and forward may read none of it
         kind, number = Kind.WHOLE, 0
         if slot in edges.slots:
             kind, number = Kind.EDGE_INDEX, edges.slots.index(slot)

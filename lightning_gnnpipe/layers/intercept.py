@@ -104,12 +104,29 @@ def _replacements(
     if layers.norms:
         yield from whole_statistics(layers.norms, context)
     yield from localized(layers.convs, context)
+    for conv in layers.convs.values():
+        for one in conv.modules():
+            if isinstance(one, gnn.QuantileAggregation):
+                yield one, {"forward": _with_first_node(one)}
     for name, conv in layers.convs.items():
         replaced: dict[str, Any] = {"forward": _direct(name, conv, context)}
         read = {method: arguments_of(method, conv) for method in ("propagate", "edge_updater")}
         for method in read:
             replaced[method] = _wrap(name, conv, method, read, context)
         yield conv, replaced
+
+
+def _with_first_node(quantile: gnn.QuantileAggregation) -> Callable[..., Tensor]:
+    """Return its forward for a chunk whose first node may have no messages, where PyG's fails."""
+    original = quantile.forward
+
+    def forward(x: Tensor, index: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not bool((index == 0).any()):
+            one = x.new_full((1, *x.shape[1:]), quantile.fill_value)
+            x, index = torch.cat([one, x]), torch.cat([index.new_zeros(1), index])
+        return original(x, index, *args, **kwargs)
+
+    return forward
 
 
 def _direct(name: str, conv: MessagePassing, context: MessageContext) -> Callable[..., Any]:
@@ -179,8 +196,15 @@ def _wrap(
     def run(edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
         if is_propagate and conv.decomposed_layers > 1:
             return _in_pieces(conv, run, edge_index, sources, kwargs)
+        is_upstream = conv.flow != "source_to_target"
+        if is_upstream and (context.at.is_reverse or not context.sees_all):  # unlike in `_direct`
+            raise UnsupportedError(
+                f"Layer '{name}' sets self.flow in its forward.\nA chunk has the edges that end in "
+                "its nodes.\nBuild two layers in __init__, one of them with flow="
+                "'target_to_source', and leave self.flow as it is."
+            )
         call = context.next_call(name)
-        if rule is not None and conv.flow == "source_to_target":
+        if rule is not None and not is_upstream:
             rows = kwargs.get(ROWS)
             rows = rows[0] if isinstance(rows, tuple | list) else rows
             weight = None if rule.weight is None else kwargs.get(rule.weight)

@@ -110,11 +110,12 @@ def _local_norm(
         return _local_matrix_norm(context, entries, improved, add_self_loops, flow, dtype)
     num_nodes = context.at.chunk.num_nodes
     options = (improved, add_self_loops, flow, dtype)
-    if flow != "source_to_target":  # called by the model itself, or with edges that it changed
+    is_made = edge_index is not context.at.chunk.edge_index and is_matrix(edge_index)
+    if flow != "source_to_target" or is_made:  # called by the model, or with edges that it changed
         if not context.sees_all:
             raise UnsupportedError(
-                expected="edges that are normalised for flow='source_to_target'",
-                found=f"flow='{flow}' on a part of the graph",
+                expected="edges of the batch, normalised for flow='source_to_target'",
+                found=f"flow='{flow}', or a matrix made in forward, on a part of the graph",
                 remedy="Pass normalised edge weights to forward, or train with num_chunks=1 "
                 "and graph_parallel=1.",
             )

@@ -18,83 +18,23 @@ from lightning_gnnpipe.errors import UnsupportedError, explain
 from lightning_gnnpipe.layers.statistics import has_statistics
 
 # Tests verify these.
-EXACT_CONVS: frozenset[type] = frozenset(
-    {
-        gnn.AGNNConv,
-        gnn.APPNP,
-        gnn.ARMAConv,
-        gnn.CGConv,
-        gnn.ChebConv,
-        gnn.ClusterGCNConv,
-        gnn.DNAConv,
-        gnn.EGConv,
-        gnn.EdgeConv,
-        gnn.FAConv,
-        gnn.FastRGCNConv,
-        gnn.FeaStConv,
-        gnn.FiLMConv,
-        gnn.GATConv,
-        gnn.GATv2Conv,
-        gnn.GCN2Conv,
-        gnn.GCNConv,
-        gnn.GENConv,
-        gnn.GINConv,
-        gnn.GINEConv,
-        gnn.GMMConv,
-        gnn.GatedGraphConv,
-        gnn.GeneralConv,
-        gnn.GraphConv,
-        gnn.HEATConv,
-        gnn.LEConv,
-        gnn.LGConv,
-        gnn.MFConv,
-        gnn.MixHopConv,
-        gnn.NNConv,
-        gnn.PDNConv,
-        gnn.PNAConv,
-        gnn.PPFConv,
-        gnn.PointGNNConv,
-        gnn.PointNetConv,
-        gnn.PointTransformerConv,
-        gnn.RGATConv,
-        gnn.RGCNConv,
-        gnn.ResGatedGraphConv,
-        gnn.SAGEConv,
-        gnn.SGConv,
-        gnn.SSGConv,
-        gnn.SignedConv,
-        gnn.SimpleConv,
-        gnn.SplineConv,
-        gnn.TAGConv,
-        gnn.TransformerConv,
-        gnn.WLConvContinuous,
-    }
-)
+_EXACT = """
+AGNNConv APPNP ARMAConv CGConv ChebConv ClusterGCNConv DNAConv EGConv EdgeConv FAConv FastRGCNConv
+FeaStConv FiLMConv GATConv GATv2Conv GCN2Conv GCNConv GENConv GINConv GINEConv GMMConv
+GatedGraphConv GeneralConv GraphConv HEATConv LEConv LGConv MFConv MixHopConv NNConv PDNConv PNAConv
+PPFConv PointGNNConv PointNetConv PointTransformerConv RGATConv RGCNConv ResGatedGraphConv SAGEConv
+SGConv SSGConv SignedConv SimpleConv SplineConv TAGConv TransformerConv WLConvContinuous
+"""
+EXACT_CONVS: frozenset[type] = frozenset(getattr(gnn, name) for name in _EXACT.split())
 
 # Aggregations whose result for a node depends on its own messages only. LSTM and similar ones pad
 # to the largest neighbourhood of the graph.
-EXACT_AGGREGATIONS: frozenset[type] = frozenset(
-    {
-        aggr.AttentionalAggregation,
-        aggr.DeepSetsAggregation,
-        aggr.DegreeScalerAggregation,
-        FusedAggregation,
-        aggr.MaxAggregation,
-        aggr.MeanAggregation,
-        aggr.MedianAggregation,
-        aggr.MinAggregation,
-        aggr.MulAggregation,
-        aggr.MultiAggregation,
-        aggr.PowerMeanAggregation,
-        aggr.QuantileAggregation,
-        aggr.Set2Set,
-        aggr.SoftmaxAggregation,
-        aggr.StdAggregation,
-        aggr.SumAggregation,
-        aggr.VarAggregation,
-        aggr.VariancePreservingAggregation,
-    }
-)
+_OF_MESSAGES = """
+Attentional DeepSets DegreeScaler Max Mean Median Min Mul Multi PowerMean Quantile Softmax Std Sum
+Var VariancePreserving
+"""
+_NAMED = (getattr(aggr, f"{name}Aggregation") for name in _OF_MESSAGES.split())
+EXACT_AGGREGATIONS: frozenset[type] = frozenset((FusedAggregation, aggr.Set2Set, *_NAMED))
 
 _KNN = "it needs pyg-lib and looks for the nearest among all nodes"
 _TYPES = "it joins nodes of several types"
@@ -131,6 +71,13 @@ _ROW_MIXING: tuple[tuple[type, str], ...] = (
 _REMEDY_RELATIONS = (
     "Pass several edge sets over the same nodes as several 'edge_index' (SignedConv, HeteroConv "
     "with one type of nodes), or as edge types (RGCNConv, RGATConv)."
+)
+_REMEDY_CONV = (
+    "Train with num_chunks=1, or use a layer that docs/support.md lists, such as SAGEConv, or a "
+    "MessagePassing subclass of your own."
+)
+_REMEDY_AGGREGATION = (
+    'Train with num_chunks=1, or use aggr="mean", "sum", "max", "std", "softmax" or "powermean".'
 )
 _REMEDY_NORM = (
     "Use torch.nn.BatchNorm1d, another norm of torch_geometric.nn, or one that works row by row "
@@ -184,14 +131,17 @@ def _refuse_layers(
     module: nn.Module, refused: Callable[[str, nn.Module], Refusals], alone: str = "num_chunks=1"
 ) -> None:
     """Raise for all layers that are `refused`; with the options `alone` they would be exact."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for name, layer in module.named_modules():
+        for why in refused(name, layer):
+            found.setdefault((type(layer).__name__, *why), []).append(f"'{name}'")
     problems = [
         explain(
             expected="every layer to be exact on chunks of the graph",
-            found=f"'{name or 'the module itself'}', a {type(layer).__name__}: {reason}",
+            found=f"{', '.join(names)}, a {kind}: {reason}".replace("''", "the module itself"),
             remedy=remedy.replace("num_chunks=1", alone),
         )
-        for name, layer in module.named_modules()
-        for reason, remedy in refused(name, layer)
+        for (kind, reason, remedy), names in found.items()
     ]
     if problems:
         raise UnsupportedError("\n".join(problems))
@@ -247,8 +197,7 @@ def _refused_on_chunks(module: nn.Module, name: str, layer: nn.Module) -> Refusa
     elif not isinstance(layer, aggr.Aggregation) or not _is_inside_conv(module, name):
         return  # a pool: refused in `cut_layers` if it is between layers
     elif type(layer) not in EXACT_AGGREGATIONS:
-        remedy = f"Train with num_chunks=1, or use one of {_names(EXACT_AGGREGATIONS)}."
-        yield "it is not known to be exact on chunks", remedy
+        yield "it is not known to be exact on chunks", _REMEDY_AGGREGATION
 
 
 def _node_types(layer: nn.Module) -> set[str]:
@@ -262,17 +211,9 @@ def _refused_conv(conv: nn.Module) -> Refusals:
     reason = next((why for kind, why in REFUSED_CONVS.items() if isinstance(conv, kind)), None)
     is_of_pyg = type(conv).__module__.startswith("torch_geometric.")
     if reason is not None or (is_of_pyg and type(conv) not in EXACT_CONVS):
-        remedy = (
-            f"Train with num_chunks=1, or use one of {_names(EXACT_CONVS)}, or a MessagePassing "
-            "subclass of your own."
-        )
         joining = gnn.HypergraphConv | gnn.HANConv | gnn.HGTConv
-        remedy = _REMEDY_RELATIONS if isinstance(conv, joining) else remedy
+        remedy = _REMEDY_RELATIONS if isinstance(conv, joining) else _REMEDY_CONV
         yield reason or "it is not known to be exact on chunks", remedy
-
-
-def _names(kinds: Collection[type]) -> str:
-    return ", ".join(sorted(kind.__name__ for kind in kinds))
 
 
 def _is_inside_conv(module: nn.Module, name: str) -> bool:

@@ -22,13 +22,9 @@ from lightning_gnnpipe._compat_torch import compiled_calls, without_compile
 from lightning_gnnpipe.calls import Call
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
 
-LAYER = """    class Mean(MessagePassing):
-        def __init__(self):
-            super().__init__(aggr="mean")
-        def forward(self, x, edge_index):
-            return self.propagate(edge_index, x=x)
-        def message(self, x_j):
-            return x_j"""
+LAYER = """    class Sum(MessagePassing):
+        def forward(self, x, edge_index): return self.propagate(edge_index, x=x)
+        def message(self, x_i, x_j): return x_j"""
 _NUM_SHOWN = 6
 _LAYER_BY_LAYER = (
     "If it calls layer after layer, put the calls into forward, and call self(x, edge_index):\n"
@@ -317,9 +313,8 @@ def _check_passing(module: nn.Module) -> None:
                 remedy="Use the module as it was before torch.jit.script or torch.jit.trace.",
             )
     raise UnsupportedError(
-        f"{type(module).__name__} has no message-passing layer "
-        "(torch_geometric.nn.MessagePassing).\nBuild the layers in __init__. "
-        'Instead of adj_t @ x write SimpleConv(aggr="sum")(x, adj_t), instead of messages by hand '
-        f"such a layer:\n{LAYER}\n"
-        "Train a model without message passing with another strategy."
+        f"{type(module).__name__} has no message-passing layer (torch_geometric.nn.MessagePassing)."
+        '\nInstead of adj_t @ x write self.sum = SimpleConv(aggr="sum") in __init__, and '
+        "self.sum(x, adj_t) in forward; a model without a graph trains with another strategy.\n"
+        f"Instead of messages by hand, such as scatter(x[row], col), write:\n{LAYER}"
     )

@@ -7,6 +7,7 @@ last layer. Behind it they may: that part, the head, runs on all rows.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -18,27 +19,38 @@ from lightning_gnnpipe.calls import Kind
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import turn_edges
 from lightning_gnnpipe.stages.find import LAYER
-from lightning_gnnpipe.stages.shapes import is_of_shapes, line_of_node
+from lightning_gnnpipe.stages.shapes import is_of_shapes, line_of_node, with_rows
 from lightning_gnnpipe.stages.values import SIZES, TURNED, Value
 from lightning_gnnpipe.user_code import at
 
 _BY_HAND = (
     "Forward passes messages by hand, '{}' on the numbers of nodes in edges{}.\n"
     "In chunks only layers see the embeddings of other chunks' nodes.\n"
-    'Write SimpleConv(aggr="mean")(x, edge_index), or a layer of your own, as below, and pass '
-    "degrees and the like as an argument of forward:\n" + LAYER
+    "Write a layer of your own, as below, and pass degrees and the like as arguments of forward:\n"
+    + LAYER
+)
+_RESULT = (
+    "Forward computes '{}' of the edges{}.\n"
+    "A chunk has the edges that end in its nodes.\n"
+    "Compute it in training_step, and pass the result to forward as an argument."
 )
 _PRODUCT = (
     "Forward applies '{}' to a sparse matrix{}.\n"
     "In chunks only layers see the embeddings of other chunks' nodes.\n"
-    'Instead of adj_t @ x write SimpleConv(aggr="sum")(x, adj_t); compute what is made of the '
-    "matrix alone before training, and pass it as an argument of forward."
+    'Instead of adj_t @ x write self.sum = SimpleConv(aggr="sum") in __init__, and '
+    "self.sum(x, adj_t) in forward; pass what is made of the matrix alone as an argument."
 )
 _SUM = (
     "Forward combines all nodes between layers, by '{}'{}.\n"
     "A chunk holds some of the nodes.\n"
     "Pool behind the last message-passing layer, where pools and decoders may stand, or in "
     "training_step; use a norm of torch_geometric.nn (GraphNorm, PairNorm), or num_chunks=1."
+)
+_SOME = (
+    "Forward takes, sets or shuffles rows of nodes between layers{1}.\n"
+    "A chunk holds some of the nodes.\n"
+    "With a mask of all nodes write h = torch.where(mask.unsqueeze(-1), new, h); take rows behind "
+    "the last message-passing layer, and shuffle them in training_step."
 )
 _TURNED = (
     "Layer '{}' reads edges against their direction, with features of edges{}.\n"
@@ -102,9 +114,11 @@ def refuse_mixing(
     for node in nodes:
         words = _PRODUCT if not is_of_shapes(node) and multiplies(node, values) else None
         if words is None and structure is not None and not is_of_shapes(node):
-            words = _BY_HAND if _reads_by_edges(node, values, structure) else None
+            by_hand = _RESULT if _name_of(node) in _OF_EDGES else _BY_HAND
+            words = by_hand if _reads_by_edges(node, values, structure) else None
             mixes = attends(node, values, root) or orders(node, values) or _reduces(node, values)
-            words = _SUM if words is None and mixes else words
+            names_rows = _name_of(node) in ("getitem", "index_select", "with_rows")
+            words = (_SOME if names_rows else _SUM) if words is None and mixes else words
         if words is not None:
             raise UnsupportedError(words.format(_name_of(node), at(line_of_node(node))))
 
@@ -162,6 +176,8 @@ def orders(node: fx.Node, values: Mapping[str, Value]) -> bool:
     """Whether `node` reads several rows for each that it makes, by its name and dimension."""
     source = node.args[0] if node.args else None
     value = values.get(source.name) if isinstance(source, fx.Node) else None
+    if node.target in (operator.getitem, with_rows):
+        return value is not None and value.kind is Kind.NODE and _names_rows(node, values)
     place, dim = _ALONG.get(_name_of(node), (0, None))
     if place == 0 or value is None or value.row_kind is None or node.op == "call_module":
         return False
@@ -172,6 +188,16 @@ def orders(node: fx.Node, values: Mapping[str, Value]) -> bool:
     num_dims, rows = len(value.row_shape) + 1, value.nodes_in or 0
     dims = given if isinstance(given, list | tuple) else [given]
     return any(one is None or one % num_dims == rows for one in dims)
+
+
+def _names_rows(node: fx.Node, values: Mapping[str, Value]) -> bool:
+    """Whether `node` reads or sets rows by their numbers, as in h[:1024] and h[index] = 0."""
+    key: Any = node.args[1]
+    first = key[0] if isinstance(key, tuple) and key else key
+    if isinstance(first, fx.Node):  # of others the size shows
+        value, is_own = values.get(first.name), is_of_shapes(first) or node.target is with_rows
+        return is_own and value is not None and value.dtype is torch.int64
+    return type((first.stop or first.start) if isinstance(first, slice) else first) is int
 
 
 def _reads_by_edges(

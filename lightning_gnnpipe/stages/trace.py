@@ -199,7 +199,7 @@ class Tracer(fx.Tracer):
     proxy_buffer_attributes = True  # each step recomputes values derived from buffers
 
     def __init__(self, module: nn.Module, call: Call, run: SampleRun) -> None:
-        self._call, self._run = call, run
+        self._call, self._run, self._asked = call, run, list[fx.Node]()
         self.refusal: UnsupportedError | None = None  # torch may replace it by an error of its own
         functions = filter(callable, (getattr(_utils, name) for name in _utils.__all__))
         listed = self._listed = listed_parts(module)
@@ -226,6 +226,8 @@ class Tracer(fx.Tracer):
             )
         node = super().create_node(kind, target, *args, **kwargs)
         node.meta[LINE] = line_here()
+        if not {*node.all_input_nodes}.isdisjoint(self._asked):  # torch.zeros((x.size(0), 8))
+            self.refusal = None
         try:
             self._run.run(node)
         except UnsupportedError as error:
@@ -250,10 +252,11 @@ class Tracer(fx.Tracer):
         if found is None:
             raise fx.proxy.TraceError("control flow")
         if found.is_of_rows:
+            self._asked.append(proxy.node)
             self.refusal = UnsupportedError(
-                f"Forward uses a number of nodes or edges as a Python number{at(line_here())}.\n"
-                "Each chunk has other numbers than the graph.\n"
-                "Make tensors by x.new_zeros(x.size(0), 8) or torch.ones_like(x), and "
+                "Forward uses a number of nodes or edges as a Python number, as torch.zeros(n, 8) "
+                f"and range(n) do{at(line_here())}.\nEach chunk has other numbers than the graph.\n"
+                "Make tensors by x.new_zeros(x.size(0), 8) or torch.zeros((x.size(0), 8)), and "
                 "decide on sizes in training_step."
             )
             raise self.refusal

@@ -158,6 +158,8 @@ def _draw_edges(module: nn.Module, call: Call, inputs: Inputs, num_edges: int) -
         if is_clear or counts[longest] < 2:
             break
         drawn[longest] = drawn[longest][:-1]
+    if ends[0].numel():  # PyG's median needs messages to the first node
+        nodes = nodes.roll(-int((nodes == ends[0][-1]).nonzero()))
     renumber = torch.full((inputs.num_nodes,), -1, device=nodes.device)
     renumber[nodes] = torch.arange(nodes.numel(), device=nodes.device)
     # With too few edges to drop, pad with isolated copies of the first node.

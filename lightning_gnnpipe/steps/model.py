@@ -301,6 +301,9 @@ class PipelinedModel:
             torch.inference_mode(False),
             raising_own_errors(self.module, call, inputs),
         ):
+            for p in self.module.parameters():
+                if p.is_inference():  # set in predict: p.data = ...
+                    p.data = p.data.clone()
             layers = cut_module(
                 self.module,
                 call,

@@ -137,6 +137,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "reconstructs": encodes(reconstruct),
     "selects": encodes(lambda net, x, edge_index, mask: net.encode(x, edge_index)[mask]),
     "max": reads(lambda net, z: net.out(z.max(dim=0).values[None])),
+    "the first rows": reads(lambda net, z: net.out(z[:20])),
     "with nodes": reads(lambda net, z: (net.out(z), net.out(z.mean(0) + z))),
     "norm by hand": reads(lambda net, z: net.out((z - z.mean(0)) / (z.std(0) + 1e-2))),
     "Set2Set": reads(pool, 2 * W, pool=lambda: gnn.aggr.Set2Set(W, processing_steps=2)),

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
-from torch_geometric.utils import get_laplacian, scatter, to_undirected
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import get_laplacian, scatter, to_torch_csr_tensor, to_undirected
 
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.layers import check_support
@@ -34,7 +35,7 @@ class Net(nn.Module):
         super().__init__()
         self.is_first = is_first
         self.convs = nn.ModuleList(gnn.GCNConv(W, W) for _ in range(3))
-        self.between, self.part = [between], part
+        self.between, self.part, self.norm = [between], part, gcn_norm
         self.emb = nn.Embedding(N, W)
         self.register_buffer("shift", torch.zeros(N, W))
         self.register_buffer("count", torch.zeros(3))
@@ -89,6 +90,30 @@ def test_the_same_along_features_is_a_function_of_single_rows() -> None:
     engine.forward((GRAPH.x, GRAPH.edge_index), {})
 
 
+def trains(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    rows, row = torch.zeros((x.size(0), W)), torch.full((x.size(0), 1), 0.5)
+    return x + rows + row + torch.ones(x.size(0)).unsqueeze(1) + net.part(x, edge_index)
+
+
+def test_new_tensors_of_rows_and_medians_train() -> None:
+    """PyG's median fails where the first node has no edges: here those of all chunks have none."""
+    net = Net(trains, gnn.SAGEConv(W, W, aggr="median"))
+    edge_index = GRAPH.edge_index[:, GRAPH.edge_index[1] > 9]
+    edge_index = torch.cat([edge_index, edge_index.new_tensor([[1], [0]])], 1)
+    engine = one_process_engine(net, partition=torch.arange(N) % 3)
+    out = engine.forward((GRAPH.x, edge_index), {})
+    torch.testing.assert_close(out, net(GRAPH.x, edge_index))
+
+
+def test_one_chunk_takes_matrices_made_in_forward_and_weights_set_in_inference_mode() -> None:
+    net = Net(makes_a_matrix).eval()
+    engine = one_process_engine(net, partition=torch.zeros(N, dtype=torch.long))
+    with torch.inference_mode():
+        net.convs[0].lin.weight.data = net.convs[0].lin.weight.data / 2
+        out = engine.forward((GRAPH.x, GRAPH.edge_index), {})
+        torch.testing.assert_close(out, net(GRAPH.x, GRAPH.edge_index))
+
+
 class SumsByHand(nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return x + scatter(x[edge_index[0]], edge_index[1], 0, dim_size=x.size(0))
@@ -115,14 +140,13 @@ BY_HAND: dict[str, tuple[Between, str]] = {
     "index_add": (lambda net, x, e: x.index_add(0, e[1], x.new_ones(e.size(1), W)), "test_refus"),
     "degree": (lambda net, x, e: degrees.add_degrees(x, e), "degrees.py"),
     "part": (lambda net, x, e: net.part(x, e), "test_refused.py"),
-    "get_laplacian": (normalised, "test_refused.py"),
 }
 
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_messages_by_hand(name: str) -> None:
     between, place = BY_HAND[name]
-    words = rf"Forward passes messages by hand, '{name}' .* at {place}(.|\n)*class Mean"
+    words = rf"Forward passes messages by hand, '{name}' .* at {place}(.|\n)*class Sum"
     assert_refused(Net(between, SumsByHand()), words)
 
 
@@ -153,6 +177,35 @@ def attends(net: Any, x: Tensor, _: Tensor) -> Tensor:
 
 def pools(net: Any, x: Tensor, _: Tensor) -> Tensor:
     return x + net.part(x, torch.zeros_like(x[:, 0], dtype=torch.long))
+
+
+def sets_rows(x: Tensor) -> Tensor:
+    h = x.clone()
+    h[:3] = 0.0
+    h[x[:, 0] > 1] = 1.0
+    return h
+
+
+class BothWays(gnn.MessagePassing):
+    """Its forward passes messages in both directions."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        self.flow = "source_to_target"
+        out = self.propagate(edge_index, x=x)
+        self.flow = "target_to_source"
+        return out + self.propagate(edge_index, x=x)
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j.tanh()
+
+
+def weighs(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    return net.convs[2](x, *net.norm(edge_index, None, x.size(0)))
+
+
+def makes_a_matrix(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    size = x.size(0), x.size(0)
+    return net.convs[2](x, to_torch_csr_tensor(edge_index, size=size))
 
 
 ATTENTION = "all nodes between layers, by 'part'"
@@ -196,7 +249,34 @@ PARTS: dict[str, tuple[Between, Callable[[], nn.Module | None], str]] = {
     "edges turned both ways": (
         lambda net, x, e: net.convs[2](x, to_undirected(e, num_nodes=x.size(0))),
         lambda: None,
-        "chunks",
+        "Forward computes 'to_undirected' of the edges at test_refused(.|\n)*training_step",
+    ),
+    "a Laplacian": (normalised, lambda: None, "computes 'get_laplacian' of the edges at test_ref"),
+    "a norm of edges on self": (
+        weighs,
+        lambda: None,
+        r"values of a tensor .*in gcn_norm\(\) at test_ref.*Call gcn_norm\(\) in training_step",
+    ),
+    "a matrix made of edges": (makes_a_matrix, lambda: None, "computes 'to_torch_csr_tensor'"),
+    "a layer in both directions": (
+        lambda net, x, e: net.part(x, e),
+        BothWays,
+        r"Layer 'part' sets self.flow in its forward(.|\n)*Build two layers",
+    ),
+    "rows set by their numbers": (
+        lambda net, x, e: sets_rows(x),
+        lambda: None,
+        "sets or shuffles rows of nodes between layers at test_refused(.|\n)*torch.where",
+    ),
+    "shuffled rows": (
+        lambda net, x, e: x + x[torch.randperm(x.size(0))],
+        lambda: None,
+        "sets or shuffles rows of nodes(.|\n)*shuffle them in training_step",
+    ),
+    "several layers of one kind": (
+        lambda net, x, e: net.part[1](net.part[0](x, e), e),
+        lambda: nn.ModuleList(gnn.SAGEConv(W, W, aggr="lstm") for _ in range(2)),
+        r"'part.0.aggr_module', 'part.1.aggr_module', a LSTMAggregation: .*use aggr=\"mean\"",
     ),
     "the size of the graph": (
         lambda net, x, e: x.view(N, 2, W // 2).flatten(1),

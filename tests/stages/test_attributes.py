@@ -221,9 +221,12 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "numpy": (lambda net, h: h * bool(np.random.rand() > 2), CHANCE),
     "torch": (lambda net, h: h * (torch.rand(1).item() > 2), CHANCE),
     "a decision on rows": (lambda net, h: h * 2 if h.size(0) > 10 else h, ROWS),
-    "rows of a new tensor": (lambda net, h: h + torch.zeros(h.size(0), 1), "Make new tensors by"),
+    "rows of a new tensor": (
+        lambda net, h: h + torch.zeros(h.size(0), 1),
+        ROWS + r".*at test_attr.*torch.zeros(.|\n)*x.new_zeros\(x.size\(0\), 8\)",
+    ),
     "a loop over rows": (lambda net, h: h * sum(range(h.size(0))), ROWS),
-    "length": (lambda net, h: h * (len(h) > 10), "len.. of a tensor, where x.size.0. is supp"),
+    "length": (lambda net, h: h * (len(h) > 10), "len.. of a tensor at.*Write x.size.0."),
 }
 
 

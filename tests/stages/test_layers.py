@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
+from torch_geometric.data import Data
 
 from lightning_gnnpipe.calls import Call, Kind, classify, flatten_call
 from lightning_gnnpipe.errors import ConfigError, GraphError, UnsupportedError
@@ -110,6 +111,9 @@ def test_inputs_are_told_apart() -> None:
         assert kinds == (Kind.NODE, Kind.EDGE_INDEX, Kind.EDGE)
     with pytest.raises(GraphError, match="'edge_attr' to have one row for each of the 11 edges"):
         classify(flat(N, 10))
+    data = Data(torch.randn(N, D), EDGES, edge_weight=torch.ones(3))  # forward may not read it
+    kinds = classify(flatten_call(EdgeStream(), (data,), {})).kinds
+    assert kinds == (Kind.NODE, Kind.EDGE_INDEX, Kind.WHOLE)
     with pytest.raises(UnsupportedError, match="a dense tensor or a sparse matrix"):
         bsr = torch.eye(N + 1).to_sparse_bsr((2, 2))
         flatten_call(EdgeStream(), (torch.randn(N, D), bsr, bsr), {})
