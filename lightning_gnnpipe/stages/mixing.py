@@ -19,7 +19,7 @@ from lightning_gnnpipe.calls import Kind
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import turn_edges
 from lightning_gnnpipe.stages.find import LAYER
-from lightning_gnnpipe.stages.shapes import is_of_shapes, line_of_node, with_rows
+from lightning_gnnpipe.stages.shapes import is_of_shapes, line_of_node
 from lightning_gnnpipe.stages.values import SIZES, TURNED, Value
 from lightning_gnnpipe.user_code import at
 
@@ -47,9 +47,9 @@ _SUM = (
     "training_step; use a norm of torch_geometric.nn (GraphNorm, PairNorm), or num_chunks=1."
 )
 _SOME = (
-    "Forward takes, sets or shuffles rows of nodes between layers{1}.\n"
+    "Forward takes some rows of nodes, or shuffles them, between layers{1}.\n"
     "A chunk holds some of the nodes.\n"
-    "With a mask of all nodes write h = torch.where(mask.unsqueeze(-1), new, h); take rows behind "
+    "Write h = torch.where(mask.unsqueeze(-1), new, h), with a mask of all nodes; take rows behind "
     "the last message-passing layer, and shuffle them in training_step."
 )
 _TURNED = (
@@ -117,7 +117,7 @@ def refuse_mixing(
             by_hand = _RESULT if _name_of(node) in _OF_EDGES else _BY_HAND
             words = by_hand if _reads_by_edges(node, values, structure) else None
             mixes = attends(node, values, root) or orders(node, values) or _reduces(node, values)
-            names_rows = _name_of(node) in ("getitem", "index_select", "with_rows")
+            names_rows = _name_of(node) in ("getitem", "index_select")
             words = (_SOME if names_rows else _SUM) if words is None and mixes else words
         if words is not None:
             raise UnsupportedError(words.format(_name_of(node), at(line_of_node(node))))
@@ -176,8 +176,8 @@ def orders(node: fx.Node, values: Mapping[str, Value]) -> bool:
     """Whether `node` reads several rows for each that it makes, by its name and dimension."""
     source = node.args[0] if node.args else None
     value = values.get(source.name) if isinstance(source, fx.Node) else None
-    if node.target in (operator.getitem, with_rows):
-        return value is not None and value.kind is Kind.NODE and _names_rows(node, values)
+    if node.target is operator.getitem:
+        return value is not None and value.kind is Kind.NODE and _names_rows(node.args[1], values)
     place, dim = _ALONG.get(_name_of(node), (0, None))
     if place == 0 or value is None or value.row_kind is None or node.op == "call_module":
         return False
@@ -190,13 +190,11 @@ def orders(node: fx.Node, values: Mapping[str, Value]) -> bool:
     return any(one is None or one % num_dims == rows for one in dims)
 
 
-def _names_rows(node: fx.Node, values: Mapping[str, Value]) -> bool:
-    """Whether `node` reads or sets rows by their numbers, as in h[:1024] and h[index] = 0."""
-    key: Any = node.args[1]
+def _names_rows(key: Any, values: Mapping[str, Value]) -> bool:
+    """Whether an index holds numbers of rows, as in h[:1024] and h[torch.randperm(h.size(0))]."""
     first = key[0] if isinstance(key, tuple) and key else key
     if isinstance(first, fx.Node):  # of others the size shows
-        value, is_own = values.get(first.name), is_of_shapes(first) or node.target is with_rows
-        return is_own and value is not None and value.dtype is torch.int64
+        return is_of_shapes(first) and first.name in values
     return type((first.stop or first.start) if isinstance(first, slice) else first) is int
 
 

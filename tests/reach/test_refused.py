@@ -179,13 +179,6 @@ def pools(net: Any, x: Tensor, _: Tensor) -> Tensor:
     return x + net.part(x, torch.zeros_like(x[:, 0], dtype=torch.long))
 
 
-def sets_rows(x: Tensor) -> Tensor:
-    h = x.clone()
-    h[:3] = 0.0
-    h[x[:, 0] > 1] = 1.0
-    return h
-
-
 class BothWays(gnn.MessagePassing):
     """Its forward passes messages in both directions."""
 
@@ -263,15 +256,10 @@ PARTS: dict[str, tuple[Between, Callable[[], nn.Module | None], str]] = {
         BothWays,
         r"Layer 'part' sets self.flow in its forward(.|\n)*Build two layers",
     ),
-    "rows set by their numbers": (
-        lambda net, x, e: sets_rows(x),
-        lambda: None,
-        "sets or shuffles rows of nodes between layers at test_refused(.|\n)*torch.where",
-    ),
     "shuffled rows": (
         lambda net, x, e: x + x[torch.randperm(x.size(0))],
         lambda: None,
-        "sets or shuffles rows of nodes(.|\n)*shuffle them in training_step",
+        "rows of nodes, or shuffles them, between(.|\n)*shuffle them in training_step",
     ),
     "several layers of one kind": (
         lambda net, x, e: net.part[1](net.part[0](x, e), e),
