@@ -111,13 +111,13 @@ class Guard:
                 if owner and (value is None or (path, name) in self._left):  # its own result
                     continue
                 if type(value) in _KINDS:
-                    held: Any = type(value), value
+                    content: Any = type(value), value
                 elif isinstance(value, _HOLDERS) or (not owner and isinstance(value, Tensor)):
-                    held = _content(value)
+                    content = _content(value)
                 else:
                     continue
                 is_rate = name == "dropout" or (name == "p" and "Dropout" in type(one).__name__)
-                found.append((RATE if owner and is_rate else owner, path, name, held))
+                found.append((RATE if owner and is_rate else owner, path, name, content))
         return State((*modules, tensors), torch.is_grad_enabled(), tuple(found))
 
 
