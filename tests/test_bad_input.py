@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
 from tests.helpers.trainers import weights
-from tests.test_user_errors import D, Module, N, Net, fit, graph
+from tests.test_user_errors import D, Module, Net, fit, graph
 
 
 class Pruned(Module):
@@ -76,10 +76,6 @@ def twice(net: Any, data: Data) -> Tensor:
     return net(data.x, data.edge_index) + net(data.x, data.edge_index)
 
 
-def a_layer(net: Any, data: Data) -> Tensor:
-    return net.convs[0](data.x, data.edge_index)
-
-
 def differs_by_rank(items: list[Data]) -> Data:
     data = items[0].clone()
     data.y = (data.y + torch.distributed.get_rank()) % D
@@ -87,37 +83,25 @@ def differs_by_rank(items: list[Data]) -> Data:
 
 
 DIFFERENT = DataLoader([graph()], collate_fn=differs_by_rank)
-PARTITION = {"num_chunks": "auto", "partition": torch.zeros(5, dtype=torch.long)}
 CASES: dict[str, tuple[Any, ...]] = {  # the text, the module, and what is not as usual
     "features": (
         r"name nodes from 0 to 9.*got node \d\d",
         Module,
         {"data": graph(x=torch.ones(10, D))},
     ),
-    "chunks": (f"between 1 and the number of nodes, {N}", Module, {"num_chunks": N + 1}),
-    "stages": ("'num_stages' to be 2 for 2 processes", Module, {"num_stages": 3}),
-    "no layers": ("message-passing layers", lambda: Module(nn.Linear(D, D))),
-    "few layers": ("2 stages and 1 layers", lambda: Module(Net(gnn.GCNConv(D, D)))),
     "two forwards": (
         "one pipelined forward before each backward",
         lambda: Module(None, twice),
         {"graph_parallel": 2, "async_halo": True},
     ),
-    "no forward": ("training_step does not call forward of 'net'", lambda: Module(None, a_layer)),
     "optimizer": ("LBFGS", WithLBFGS),
     "loss": ("the same loss on every rank", LossOfRank),
-    "attention": (
-        "GPSConv.*attention runs over all nodes",
-        lambda: Module(Net(gnn.GCNConv(D, D), gnn.GPSConv(D, gnn.GCNConv(D, D)))),
-    ),
     "shared norm": (
         "'norm', a BatchNorm1d, in stages .0, 1.",
         lambda: Module(SharedNorm()),
         {"balance": "uniform"},  # with one layer on a stage, the other has the norm alone
     ),
     "batch": ("the same batch on every rank", Module, {"data": DIFFERENT}),
-    "partition": (r"shape \[40\]", Module, PARTITION),
-    "name": ("'pipelined_module' to name a submodule", Module, {"pipelined_module": "gnn"}),
 }
 
 

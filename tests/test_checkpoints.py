@@ -284,20 +284,15 @@ def test_what_another_run_deletes_ends_no_save(tmp_path: Path, monkeypatch: Patc
     assert not list(glob(tmp_path, ".gnnpipe"))
 
 
-def test_what_another_run_is_writing_stays(tmp_path: Path) -> None:
-    path = tmp_path / "other.ckpt"
-    write(path, "b", "c", is_finished=False)
-    folder, old = (checkpoints.unfinished_folder(path, one) for one in "bc")
-    os.utime(old, (0, 0))
-    checkpoints.prune_histories(tmp_path / "one.ckpt", None)
-    assert folder.is_dir() and not old.exists()
-
-
-def test_a_checkpoint_that_is_written_later_leaves_the_last_histories(tmp_path: Path) -> None:
-    path = tmp_path / "one.ckpt"
+def test_what_another_run_is_writing_and_the_last_histories_stay(tmp_path: Path) -> None:
+    path, other = tmp_path / "one.ckpt", tmp_path / "other.ckpt"
     write(path, "a", "b", "c")
+    write(other, "d", "e", is_finished=False)
+    folder, old = (checkpoints.unfinished_folder(other, one) for one in "de")
+    os.utime(old, (0, 0))
     checkpoints.prune_histories(path, "c", keeps_last=True)
     assert [one for one in "abc" if checkpoints.histories_folder(path, one).is_dir()] == ["b", "c"]
+    assert folder.is_dir() and not old.exists()
 
 
 @pytest.mark.parametrize("options", [{"save_weights_only": True}, {"save_top_k": -1}])

@@ -161,19 +161,13 @@ def waits_of(net: nn.Module, counted: Card, *, validates: bool = False) -> int:
     return sum(counted.waits.values())
 
 
-def test_turned_edges_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "DEVICE", CUDA)
-    with card() as counted:
-        plain = waits_of(means(), counted)
-        flipped = waits_of(Stack(lambda: gnn.DirGNNConv(gnn.SAGEConv(D, D))), counted)
-    assert flipped == plain
-
-
-def test_a_validation_that_replaces_running_statistics_does_not_wait(
+def test_turned_edges_and_statistics_that_validation_replaces_do_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(engines, "DEVICE", CUDA)
     with card() as counted:
+        flipped = waits_of(Stack(lambda: gnn.DirGNNConv(gnn.SAGEConv(D, D))), counted)
+        assert flipped == waits_of(means(), counted)
         with_norms = waits_of(statistics(), counted, validates=True)
         assert with_norms == waits_of(means(), counted, validates=True)
 

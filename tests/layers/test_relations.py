@@ -209,20 +209,6 @@ def test_p2_stale_steps_equal_the_oracle(make: Any, recompute: bool) -> None:
         assert_step(engine, given, net, oracle.chunked(*given.values(), order=next_order(engine)))
 
 
-def test_half_precision_in_histories_and_by_autocast() -> None:
-    net = Dicts().float()
-    given = arguments(net, make_batch())
-    given["x"] = given["x"].float()
-    engine = one_process_engine(net, partition=CHUNKS, history_dtype=torch.bfloat16)
-    for step in range(3):
-        engine.set_step(step_index=step)
-        with torch.autocast("cpu", torch.bfloat16, enabled=step == 2):
-            found, expected = engine.forward((), given), net.forward(**given)
-        assert found.dtype == expected.dtype
-        torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
-        found.float().sum().backward()
-
-
 @pytest.mark.parametrize("make", [Weighted, OfTypes])
 def test_p1_several_edge_sets_on_two_stages(make: Any) -> None:
     assert_alike(make, call, Data(**make_batch()), num_stages=2)

@@ -10,8 +10,8 @@ import pytest
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import StalenessMonitor, StalenessWarmup
-from tests.helpers.cases import covering, name_of, slow
-from tests.helpers.graphs import GraphCase, all_cases, communities
+from tests.helpers.cases import slow
+from tests.helpers.graphs import GraphCase, communities
 from tests.helpers.launch import FitResult, run_fit, run_plain
 from tests.helpers.modules import ReferenceModule
 from tests.helpers.record import assert_steps_equal
@@ -51,12 +51,6 @@ def assert_equals_cut_graph(found: FitResult, name: str, case: GraphCase, tmp_pa
         ReferenceModule(name), cut_by_hand(case), max_epochs=NUM_STEPS, tmp_path=tmp_path
     )
     assert_steps_equal(found.steps, plain.steps)
-
-
-@pytest.mark.some_cases(2)
-@pytest.mark.parametrize(("case", "name"), covering(all_cases(), ["gcn", "edge"]), ids=name_of)
-def test_one_stage_equals_the_cut_graph(case: GraphCase, name: str, tmp_path: Path) -> None:
-    assert_equals_cut_graph(fit_dropped(name, case, tmp_path), name, case, tmp_path)
 
 
 @pytest.mark.some_cases(2)

@@ -24,7 +24,7 @@ from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import tensors_in
 from lightning_gnnpipe.layers import check_support
-from tests.helpers.alike import D, N, assert_alike, by_name, fit, graph
+from tests.helpers.alike import D, N, assert_alike, by_name, fit, graph, net_of
 from tests.helpers.engines import one_process_engine
 
 W = 8  # channels
@@ -150,21 +150,25 @@ class Nested(nn.Module):
         return x
 
 
-class Checkpoints(Convs):
-    def __init__(self, *, use_reentrant: bool) -> None:
-        super().__init__()
-        self.use_reentrant = use_reentrant
+def between(how: Any, **parts: Callable[[], Any]) -> type[nn.Module]:
+    """Return a net that runs `how` between encoder and decoder."""
 
-    def block(self, conv: nn.Module, x: Tensor, edge_index: Tensor) -> Tensor:
+    def forward(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+        return net.decode(how(net, net.encode(x), edge_index))
+
+    return net_of(Convs, forward, **parts)
+
+
+def checkpoints(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    def block(conv: nn.Module, x: Tensor, edge_index: Tensor) -> Tensor:
         return x + conv(x, edge_index).relu()
 
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        for conv in self.convs:
-            if self.training:
-                x = checkpoint(self.block, conv, x, edge_index, use_reentrant=self.use_reentrant)
-            else:
-                x = self.block(conv, x, edge_index)
-        return x
+    for conv in net.convs:
+        if net.training:
+            x = checkpoint(block, conv, x, edge_index, use_reentrant=net.use_reentrant)
+        else:
+            x = block(conv, x, edge_index)
+    return x
 
 
 class Dense(nn.Module):
@@ -182,17 +186,12 @@ class Dense(nn.Module):
         return self.decode(torch.cat(found, dim=-1))
 
 
-class Repeats(Convs):
+def repeats(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
     """One layer five times, towards a fixed point."""
-
-    def __init__(self) -> None:
-        super().__init__(1)
-
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        z = torch.zeros_like(x)
-        for _ in range(5):
-            z = torch.tanh(0.5 * self.convs[0](z, edge_index) + x)
-        return z
+    z = torch.zeros_like(x)
+    for _ in range(5):
+        z = torch.tanh(0.5 * net.convs[0](z, edge_index) + x)
+    return z
 
 
 class RevBlock(nn.Module):
@@ -209,71 +208,50 @@ class RevBlock(nn.Module):
         return self.conv(x, edge_index)
 
 
-class Reversible(Convs):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(
-            gnn.GroupAddRev(RevBlock(W // 2), num_groups=2) for _ in range(4)
-        )
-
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        mask = torch.zeros_like(x).bernoulli_(1 - 0.0)
-        mask = mask.requires_grad_(False) / (1 - 0.0)
-        for conv in self.convs:
-            x = conv(x, edge_index, mask)
-        return x
+def reversible(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    mask = torch.zeros_like(x).bernoulli_(1 - 0.0)
+    mask = mask.requires_grad_(False) / (1 - 0.0)
+    for block in net.blocks:
+        x = block(x, edge_index, mask)
+    return x
 
 
-class GatesOverDepth(Convs):
+def gates_over_depth(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
     """An LSTM whose time is depth: its state begins with None and travels beside the rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells = nn.ModuleList(nn.LSTM(W, W, bias=False) for _ in range(4))
-
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        state = None
-        for conv, cell in zip(self.convs, self.cells, strict=True):
-            x, state = cell(conv(x, edge_index).tanh().unsqueeze(0), state)
-            x = x.squeeze(0)
-        return x
+    state = None
+    for conv, cell in zip(net.convs, net.cells, strict=True):
+        x, state = cell(conv(x, edge_index).tanh().unsqueeze(0), state)
+        x = x.squeeze(0)
+    return x
 
 
-class KeepsCell(Convs):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(W, W)
-
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        h = x.new_zeros(x.size(0), W)
-        for conv in self.convs:
-            h = self.cell(conv(x, edge_index), h)
-            x = x + h
-        return h
+def keeps_cell(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    h = x.new_zeros(x.size(0), W)
+    for conv in net.convs:
+        h = net.cell(conv(x, edge_index), h)
+        x = x + h
+    return h
 
 
-class Stacks(Convs):
+def stacks(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
     """A stack of all earlier layers, the nodes in its second dimension, grows beside x."""
-
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        stack = x[None]
-        for conv in self.convs:
-            x = conv(stack.mean(0), edge_index).relu()
-            stack = torch.cat([stack, x[None]])
-        return stack[-1]
+    stack = x[None]
+    for conv in net.convs:
+        x = conv(stack.mean(0), edge_index).relu()
+        stack = torch.cat([stack, x[None]])
+    return stack[-1]
 
 
-class InPlace(Convs):
-    def __init__(self) -> None:
-        super().__init__()
-        self.act, self.scales = nn.ReLU(inplace=True), nn.Parameter(torch.ones(4))
+def in_place(net: Any, x: Tensor, edge_index: Tensor) -> Tensor:
+    scales = net.scales.softmax(0)
+    for i, conv in enumerate(net.convs):
+        x = net.act(conv(x, edge_index)) * scales[i]
+        x += 1.0
+    return x
 
-    def between(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        scales = self.scales.softmax(0)
-        for i, conv in enumerate(self.convs):
-            x = self.act(conv(x, edge_index)) * scales[i]
-            x += 1.0
-        return x
+
+def lists(make: Callable[[], nn.Module], number: int = 4) -> Callable[[], nn.Module]:
+    return lambda: nn.ModuleList(make() for _ in range(number))
 
 
 class Owns(Convs):
@@ -306,20 +284,31 @@ class Laplacian(gnn.MessagePassing):
         return x - h / 2 + self.propagate(both, x=h, norm=shifted.unsqueeze(-1)) / 8
 
 
+GatesOverDepth = between(gates_over_depth, cells=lists(lambda: nn.LSTM(W, W, bias=False)))
 NETS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "Laplacian": (lambda: Owns(Laplacian), 4),
     "skips by shape": (SkipsWhereShapesFit, 5),
     "shapes and prints": (AsksForShapes, 4),
     "nested": (Nested, 4),
-    "checkpoints": (lambda: Checkpoints(use_reentrant=False), 4),
-    "reentrant checkpoints": (lambda: Checkpoints(use_reentrant=True), 4),
+    "checkpoints": (between(checkpoints, use_reentrant=lambda: False), 4),
+    "reentrant checkpoints": (between(checkpoints, use_reentrant=lambda: True), 4),
     "dense": (Dense, 4),
-    "repeats": (Repeats, 5),
-    "reversible": (Reversible, 4),
+    "repeats": (between(repeats, convs=lists(lambda: gnn.GCNConv(W, W), 1)), 5),
+    "reversible": (
+        between(reversible, blocks=lists(lambda: gnn.GroupAddRev(RevBlock(W // 2), num_groups=2))),
+        4,
+    ),
     "LSTM over depth": (GatesOverDepth, 4),
-    "GRU over depth": (KeepsCell, 4),
-    "stacks": (Stacks, 4),
-    "in place": (InPlace, 4),
+    "GRU over depth": (between(keeps_cell, cell=lambda: nn.GRUCell(W, W)), 4),
+    "stacks": (between(stacks), 4),
+    "in place": (
+        between(
+            in_place,
+            act=lambda: nn.ReLU(inplace=True),
+            scales=lambda: nn.Parameter(torch.ones(4)),
+        ),
+        4,
+    ),
 }
 
 
