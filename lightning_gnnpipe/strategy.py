@@ -29,12 +29,7 @@ from lightning_gnnpipe.steps import Controls
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer._compat import LightningStrategy, PathLike
 from lightning_gnnpipe.trainer.checkpoints import AtomicCheckpointIO, Checkpoints
-from lightning_gnnpipe.trainer.engine_host import (
-    EngineHost,
-    check_optimizers,
-    check_scaling,
-    check_staged,
-)
+from lightning_gnnpipe.trainer.engine_host import EngineHost
 from lightning_gnnpipe.trainer.processes import Processes
 from lightning_gnnpipe.trainer.replicas import Replicas
 from lightning_gnnpipe.types import (
@@ -218,21 +213,15 @@ class GNNPipeStrategy(LightningStrategy):
         super().setup_environment()
         self._processes.connect()
 
-    # Lightning's `setup` calls the next three, in this order.
+    # Lightning's `setup` calls the next two, in this order.
 
     def model_to_device(self) -> None:
         super().model_to_device()
         self._host.attach(self.user_module.trainer, self._checkpoints.take_resumed())
 
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
-        check_optimizers(self.optimizers)
-
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
-        check_scaling(self.precision_plugin, self.options.async_halo)
-        if self._host.is_staged:
-            check_staged(self.user_module.trainer, self.optimizers, self.precision_plugin)
+        self._host.check_training(self.optimizers)
 
     def process_dataloader(self, dataloader: object) -> object:
         return self._replicas.process_dataloader(dataloader)
@@ -240,7 +229,7 @@ class GNNPipeStrategy(LightningStrategy):
     # Training.
 
     def on_train_start(self) -> None:
-        self._host.begin_loop()
+        self._processes.signals.attach(self.user_module.trainer)
 
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
@@ -250,7 +239,6 @@ class GNNPipeStrategy(LightningStrategy):
         return batch
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._processes.signals.requeue()
         self._host.begin_batch()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -283,14 +271,14 @@ class GNNPipeStrategy(LightningStrategy):
         self._replicas.share_buffers()
         self.engine.abandon()
         self.engine.set_step(is_validating=True)
-        self._host.begin_loop()
+        self._processes.signals.attach(self.user_module.trainer)
 
     def on_test_start(self) -> None:
-        self._host.begin_loop()
+        self._processes.signals.attach(self.user_module.trainer)
 
     def on_predict_start(self) -> None:
         self.engine.set_step(is_uneven=self._replicas.are_several)
-        self._host.begin_loop()
+        self._processes.signals.attach(self.user_module.trainer)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._host.evaluation_step(partial(super().validation_step, **kwargs), args)

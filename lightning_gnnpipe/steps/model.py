@@ -50,7 +50,7 @@ from lightning_gnnpipe.steps.staged_weights import StagedWeights
 
 log = logging.getLogger(__name__)
 
-_NUM_MODES, _MANY_CHANGES, _MANY_VALUES = 8, 4, 3
+_NUM_MODES, _MANY_CHANGES = 8, 3
 _TRACED_ANEW = (
     "Forward is traced anew each time that %s changes. To trace once, keep numbers that forward "
     "reads in a buffer and change it in place: self.scale.fill_(0.5). Keep what it does not read "
@@ -124,8 +124,7 @@ class PipelinedModel:
         self.module, self.intercepted = module, find_layers(module)
         self._transport, self._options = transport, options
         self._check, self._is_cut, self._modes = check, is_cut, dict[Key, Mode]()
-        self._num_changes = 0  # of attributes
-        self._given: dict[str, set[str]] = {}  # values of plain arguments
+        self._num_changes, self._given = 0, dict[str, str]()  # the latter: plain arguments
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
         self.on_split: OnSplit | None = None  # called with the seconds of each stage
         self.costs: StepCosts | None = None  # once measured
@@ -157,15 +156,14 @@ class PipelinedModel:
         """
         with own_methods(self.module):
             key = self._find(call, inputs)
-            if key is None and self.is_split:
-                self._note_change()
+            if key is None:
+                self._note_change(call)
             if key is None or not self._modes[key].stages or self.is_due:
                 self.is_due = False
                 with self.staged.gathered():
                     key = self._trace_all(call, inputs, also_train=also_train)
                     self._assign_layers(inputs, measure)
         self._modes[key] = mode = self._modes.pop(key)  # now most recently used
-        self._note_arguments(call)
         return mode
 
     def has_changed(self, call: Call, inputs: Inputs) -> bool:
@@ -266,23 +264,17 @@ class PipelinedModel:
         """The stages of each tensor that stages use: every rank has the gradients of the head."""
         return {name: one for name, one in self._users.items() if name not in self._of_head}
 
-    def _note_change(self) -> None:
-        """Warn once if attributes of the module change often, at a trace each."""
-        _, before = next(reversed(self._modes))
-        changed = self._guard.state().changed(before)
+    def _note_change(self, call: Call) -> None:
+        """Warn once if attributes or plain arguments change often, at a trace each."""
+        before, self._given = self._given, {n: repr(value) for n, value in call.options.items()}
+        given = [n for n, text in self._given.items() if before.get(n, text) != text]
+        changed = [f"its argument '{name}'" for name in given]
+        if self.is_split:
+            changed += self._guard.state().changed(next(reversed(self._modes))[1])
         self._num_changes += bool(changed)
         if changed and self._num_changes == _MANY_CHANGES:
             names = (f"{path}.{name}".removeprefix(".") for path, name in changed)
             self._fallbacks.tell(_TRACED_ANEW, ", ".join(names))
-
-    def _note_arguments(self, call: Call) -> None:
-        """Warn once of a plain argument with several values, each of which is traced."""
-        for name, value in call.options.items():
-            values = self._given.setdefault(name, set())
-            if len(values) < _MANY_VALUES:
-                values.add(repr(value))
-                if len(values) == _MANY_VALUES:
-                    self._fallbacks.tell(_TRACED_ANEW, f"its argument '{name}'")
 
     def _trace(self, call: Call, inputs: Inputs) -> Key:
         """Trace the module in its present mode, unless cached."""

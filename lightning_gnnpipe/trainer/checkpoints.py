@@ -75,18 +75,13 @@ class Checkpoints:
 
     def _read_stock(self, path: PathLike, weights_only: bool | None) -> dict[str, Any]:
         torch.cuda.empty_cache()
-        try:
+        with reading(
+            f"a checkpoint in {path}",
+            "Load an earlier checkpoint. If this one holds objects of your own classes and you "
+            "trust it, pass weights_only=False (before Lightning 2.6, set the environment "
+            f"variable {_TRUST}=1).",
+        ):
             found = _compat.read_checkpoint(self._strategy.checkpoint_io, path, weights_only)
-        except FileNotFoundError:
-            raise
-        except Exception as error:  # torch does not say what damaged files raise
-            raise CheckpointError(
-                expected=f"a checkpoint in {path}",
-                found=f"{type(error).__name__}: {error}",
-                remedy="Load an earlier checkpoint. If this one holds objects of your own "
-                "classes and you trust it, pass weights_only=False (before Lightning 2.6, set "
-                f"the environment variable {_TRUST}=1).",
-            ) from error
         if not isinstance(found, dict) or "state_dict" not in found:
             raise CheckpointError(
                 expected=f"a checkpoint of Lightning in {path}",
@@ -106,15 +101,15 @@ class Checkpoints:
         state = RunState.of(found["run"])
         ident = found["histories"]
         stages: tuple[RankHistories, ...] = ()
-        if ident is not None and not is_id(ident):
+        is_id = isinstance(ident, str) and re.fullmatch(r"[0-9a-f]{16}", ident)
+        if ident is not None and not is_id:  # it becomes part of a path
             raise CheckpointError(
                 expected=f"the id of histories in {path}",
                 found=repr(ident),
                 remedy="Load an earlier checkpoint: this one was changed after it was saved.",
             )
         if path is not None and ident is not None:
-            folder = histories_folder(path, ident)
-            stages = read_histories(folder, state.num_ranks)
+            stages = read_histories(histories_folder(path, ident), state.num_ranks)
         return SavedRun(state, stages), found["random"]
 
     def begin_load_of_weights(self) -> None:
@@ -132,20 +127,19 @@ class Checkpoints:
         if processes.is_interrupted and self._host.is_staged:
             log.error("No checkpoint saved: the weights of other stages are gone.")
             return
+        state = self._run_state() if "optimizer_states" in checkpoint else None
         if processes.is_interrupted:  # without other ranks, and so without histories
-            state = self._run_state()
-            if state is not None and "optimizer_states" in checkpoint:
+            if state is not None:
                 checkpoint[_KEY] = self._run(state.without_histories(), None)
             if is_first and not processes.has_workers:  # a process that only started ranks
                 write(filepath)
             return
         filepath = processes.broadcast(filepath)
-        path = _local_path(filepath)
-        ident = None
-        state = self._run_state()
-        if state is not None and "optimizer_states" in checkpoint:
+        path, ident = _local_path(filepath), None
+        if state is not None:
             has_histories = path is not None and bool(state.inputs)
-            ident = processes.everyone.broadcast_object(new_id() if has_histories else None)
+            new = uuid.uuid4().hex[:16] if has_histories else None
+            ident = processes.everyone.broadcast_object(new)
             if path is None and bool(state.inputs) and is_first:
                 self._fallbacks.tell(
                     "A run resumed from %s begins with an exact step, since histories are not "
@@ -154,7 +148,13 @@ class Checkpoints:
                 )
             checkpoint[_KEY] = self._run(state, ident)
         if path is not None and ident is not None:
-            self._write_histories(unfinished_folder(path, ident))
+            folder, host = unfinished_folder(path, ident), self._host
+
+            def write_all() -> None:
+                for stage, saved in host.engine.stage_states().items():
+                    write_histories(folder, stage, saved)
+
+            processes.everyone.together(write_all)
 
         def finish() -> None:
             if path is not None and ident is not None:
@@ -190,13 +190,6 @@ class Checkpoints:
             "histories": histories,
         }
 
-    def _write_histories(self, folder: Path) -> None:
-        def write() -> None:
-            for stage, saved in self._host.engine.stage_states().items():
-                write_histories(folder, stage, saved)
-
-        self._processes.everyone.together(write)
-
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a local checkpoint to a temporary file, and moves it to its name.
@@ -225,15 +218,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         if not get_filesystem(path).exists(str(path)):
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
-        is_plain = _holds_plain_types(weights_only)
-        return _compat.load_file(path, map_location, is_plain)
-
-
-def _holds_plain_types(weights_only: bool | None) -> bool:
-    """Whether to load only tensors and plain types; None reads the environment."""
-    if weights_only is not None:
-        return weights_only
-    return os.environ.get(_TRUST, "0").lower() not in ("1", "y", "yes", "true")
+        if weights_only is None:
+            weights_only = os.environ.get(_TRUST, "0").lower() not in ("1", "y", "yes", "true")
+        return _compat.load_file(path, map_location, weights_only)
 
 
 def _local_path(path: PathLike) -> Path | None:
@@ -248,16 +235,6 @@ _FOLDER = ".gnnpipe"
 _OWNER = "checkpoint"  # a file with the name of the checkpoint they belong to
 _PART = ".part"
 _ABANDONED_S = 3600.0
-
-
-def new_id() -> str:
-    """Return a new id for the histories of one checkpoint."""
-    return uuid.uuid4().hex[:16]
-
-
-def is_id(ident: object) -> bool:
-    """Whether `ident`, read from a checkpoint, is an id, and so safe to join to a path."""
-    return isinstance(ident, str) and re.fullmatch(r"[0-9a-f]{16}", ident) is not None
 
 
 def histories_folder(checkpoint: Path, ident: str) -> Path:
@@ -339,17 +316,18 @@ def read_histories(folder: Path, num_stages: int) -> tuple[dict[Any, Any], ...]:
     stages = []
     remedy = f"Delete {folder} to resume without histories: the first step is then exact."
     for stage, path in enumerate(paths):
-        expected = f"the histories of stage {stage} of {num_stages} in {path}"
-        with reading(expected=expected, remedy=remedy):
+        with reading(f"the histories of stage {stage} of {num_stages} in {path}", remedy):
             stages.append(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
     return tuple(stages)
 
 
 @contextmanager
-def reading(*, expected: str, remedy: str) -> Iterator[None]:
+def reading(expected: str, remedy: str) -> Iterator[None]:
     """Raise a `CheckpointError` for any error: torch does not say what damaged files raise."""
     try:
         yield
+    except FileNotFoundError:
+        raise
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
         raise CheckpointError(expected=expected, found=found, remedy=remedy) from error

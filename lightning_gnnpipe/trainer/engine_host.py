@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelSummary, TQDMProgressBar
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.utils.prune import is_pruned
@@ -100,7 +99,13 @@ class EngineHost:
         """Make the engine of one run."""
         module, options = trainer.lightning_module, self._options
         is_fitting = trainer.state.fn == TrainerFn.FITTING
-        check_sync(self._strategy.syncs_norms, options.data_parallel)
+        if self._strategy.syncs_norms and options.data_parallel > 1:
+            _refuse(
+                "sync_batchnorm=False with data_parallel",
+                "sync_batchnorm=True, which has no effect: BatchNorm uses the statistics of each "
+                "micro-batch",
+                "Leave it out, or use LayerNorm or GraphNorm.",
+            )
         if not self._replicas.are_several:
             self._patched.enter_context(_compat.keep_samplers(trainer))
         if is_fitting and options.idle_in_one_chunk and trainer.is_global_zero:
@@ -146,6 +151,21 @@ class EngineHost:
             tell = partial(_print_stages, trainer, options, run_options.num_chunks)
             engine.model.on_split = partial(tell, is_quiet=not has_summary)
 
+    def check_training(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse optimizers, loss scaling and callbacks that cannot work."""
+        for optimizer in optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                refuse_evaluations(type(optimizer).__name__)
+        has_scaler = getattr(self._strategy.precision_plugin, "scaler", None) is not None
+        if has_scaler and self._options.async_halo:  # gradients of the last step had another scale
+            _refuse(
+                "async_halo=True without loss scaling",
+                'precision="16-mixed", which changes the scale of gradients between steps',
+                'Use "bf16-mixed", or async_halo=False.',
+            )
+        if self.is_staged:
+            _check_staged(self._strategy.user_module.trainer, optimizers, has_scaler)
+
     def detach(self) -> None:
         """Undo `attach`."""
         if self._engine is None:
@@ -167,12 +187,8 @@ class EngineHost:
         self.controls.reset()
         engine.graphs.inputs.drop_rows(waits=not is_interrupted)
 
-    def begin_loop(self) -> None:
-        """Take over the signals, for which Lightning has set its handlers."""
-        self._processes.signals.attach(self._strategy.user_module.trainer)
-
     def begin_batch(self) -> None:
-        """Begin a batch of training."""
+        self._processes.signals.requeue()
         self._num_evaluations = 0
         self.engine.abandon()
 
@@ -298,33 +314,6 @@ def _print_stages(
         trainer.print(text)
 
 
-def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers that evaluate the loss several times per step."""
-    for optimizer in optimizers:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            refuse_evaluations(type(optimizer).__name__)
-
-
-def check_staged(trainer: pl.Trainer, optimizers: Iterable[Optimizer], plugin: Precision) -> None:
-    """Refuse what needs all weights or gradients, where stages hold their own alone."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    found = [type(one).__name__ for one in callbacks if isinstance(one, _compat.READERS)]
-    found += ["torch.nn.utils.prune"] if is_pruned(trainer.lightning_module) else []
-    for kind in map(type, optimizers):
-        names = [base.__module__ for base in kind.__mro__ if base not in (Optimizer, object)]
-        if not any(name.startswith("torch.optim.") for name in names):
-            found.append(f"{kind.__name__}, which may need all weights of a step")
-    if getattr(plugin, "scaler", None) is not None:
-        found.append('precision="16-mixed", whose overflows all stages must see')
-    if found:
-        _refuse(
-            "callbacks that read no weights, an optimizer of torch.optim and no loss scaling, with "
-            "weights='staged'",
-            found[0],
-            "Use GNNPipeStrategy(weights='whole'), the default.",
-        )
-
-
 def refuse_evaluations(name: str) -> NoReturn:
     """Refuse an optimizer that evaluates the loss several times per step."""
     _refuse(
@@ -334,24 +323,22 @@ def refuse_evaluations(name: str) -> NoReturn:
     )
 
 
-def check_scaling(plugin: Precision, is_async: bool) -> None:
-    """Refuse loss scaling with async shards: the last step's gradients had another scale."""
-    if is_async and getattr(plugin, "scaler", None) is not None:
+def _check_staged(trainer: pl.Trainer, optimizers: Iterable[Optimizer], has_scaler: bool) -> None:
+    """Refuse what needs all weights or gradients, where stages hold their own alone."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    found = [type(one).__name__ for one in callbacks if isinstance(one, _compat.READERS)]
+    found += ["torch.nn.utils.prune"] if is_pruned(trainer.lightning_module) else []
+    for kind in map(type, optimizers):
+        names = [base.__module__ for base in kind.__mro__ if base not in (Optimizer, object)]
+        if not any(name.startswith("torch.optim.") for name in names):
+            found.append(f"{kind.__name__}, which may need all weights of a step")
+    found += ['precision="16-mixed", whose overflows all stages must see'] if has_scaler else []
+    if found:
         _refuse(
-            "async_halo=True without loss scaling",
-            'precision="16-mixed", which changes the scale of gradients between steps',
-            'Use "bf16-mixed", or async_halo=False.',
-        )
-
-
-def check_sync(is_asked: bool, num_replicas: int) -> None:
-    """Refuse `sync_batchnorm` over replicas, each of which keeps its own statistics."""
-    if is_asked and num_replicas > 1:
-        _refuse(
-            "sync_batchnorm=False with data_parallel",
-            "sync_batchnorm=True, which has no effect: BatchNorm uses the statistics of each "
-            "micro-batch",
-            "Leave it out, or use LayerNorm or GraphNorm.",
+            "callbacks that read no weights, an optimizer of torch.optim and no loss scaling, with "
+            "weights='staged'",
+            found[0],
+            "Use GNNPipeStrategy(weights='whole'), the default.",
         )
 
 

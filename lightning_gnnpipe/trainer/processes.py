@@ -107,22 +107,19 @@ class Processes:
         is_external = strategy.cluster_environment.creates_processes_externally
         is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)  # as for Lightning
         if method == "fork" or (is_interactive and num_nodes == 1 and not is_external):
-            self._refuse_gpus_in_forks()
+            if any(device.type == "cuda" for device in strategy.parallel_devices or ()):
+                raise ConfigError(
+                    expected="processes that can use a GPU",
+                    found="forks of a process that has begun to use CUDA, as it has with the "
+                    "import of torch_geometric",
+                    remedy="Run a script, with start_method='popen', or train with devices=1.",
+                )
             return ForkLauncher(strategy, start_method="fork")
         if is_external:
             return None
         return _compat.SubprocessScriptLauncher(
             strategy.cluster_environment, num_processes, num_nodes
         )
-
-    def _refuse_gpus_in_forks(self) -> None:
-        if any(device.type == "cuda" for device in self._strategy.parallel_devices or ()):
-            raise ConfigError(
-                expected="processes that can use a GPU",
-                found="forks of a process that has begun to use CUDA, as it has with the import "
-                "of torch_geometric",
-                remedy="Run a script, with start_method='popen', or train with devices=1.",
-            )
 
     def set_ranks(self) -> None:
         """Give the cluster environment the rank of this process and the number of ranks."""

@@ -219,7 +219,7 @@ class InTurn(OneCalled):
 
 
 class Annealed(OneCalled):
-    """A number among the arguments is another in each epoch."""
+    """A number among the arguments is another in each call."""
 
     class Encoder(Encoder):
         def forward(self, x: Tensor, edge_index: Tensor, tau: float) -> Tensor:
@@ -230,7 +230,9 @@ class Annealed(OneCalled):
         self.encoder, self.unused = self.Encoder(), nn.Identity()
 
     def _rows(self, data: Data) -> Tensor:
-        return self.encoder(data.x, data.edge_index, 0.9**self.current_epoch)
+        return self.encoder(
+            data.x, data.edge_index, 0.9 ** (2 * self.current_epoch + (not self.training))
+        )
 
 
 # Each with what `pipelined_module` names.
