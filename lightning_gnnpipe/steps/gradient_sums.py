@@ -55,10 +55,8 @@ class GradientSums:
         for i, ((stages, is_staged, _), named) in enumerate(found.items()):
             labels = Label("weight_grad", 2 * i), Label("weight_grad", 2 * i + 1)
             group = _Group(stages, stages if is_staged else every, named, *labels)
-            if (
-                self._own in group.holders
-                and max(len(group.holders), transport.mesh.num_shards) > 1
-            ):
+            is_shared = max(len(group.holders), transport.mesh.num_shards) > 1
+            if is_shared and self._own in group.holders:
                 self._groups.append(group)
         self._earlier: dict[str, Tensor | None] = {}
 
@@ -125,10 +123,7 @@ class _Group(NamedTuple):
 
 
 def share_gradients(
-    transport: Transport,
-    root: nn.Module,
-    of_stages: Collection[int],
-    staged: StagedWeights,
+    transport: Transport, root: nn.Module, of_stages: Collection[int], staged: StagedWeights
 ) -> None:
     """Give all ranks the gradients of the first one, averaged over replicas; collective.
 
@@ -141,9 +136,8 @@ def share_gradients(
         is_equal = mesh.num_replicas == 1 and (
             id(p) in of_stages or (p.grad is not None and p.grad.is_sparse)
         )
-        is_staged = p in staged
         if p.requires_grad and not is_equal and staged.holds(p):
-            groups.setdefault((is_staged, p.dtype), []).append((name, p))
+            groups.setdefault((p in staged, p.dtype), []).append((name, p))
     first = mesh.rank_of(0, 0)
     for (is_staged, _), named in sorted(groups.items(), key=lambda one: one[0][0]):
         flat = _flatten(named).div_(mesh.num_replicas)

@@ -130,7 +130,7 @@ class PipelinedModel:
         self.costs: StepCosts | None = None  # once measured
         self.stage_layers: tuple[int, ...] = ()  # number of layers of each stage, once assigned
         self.preferred: tuple[int, ...] = ()  # layers per stage, if they fit, not measured ones
-        self._users: dict[str, set[int]] = {}
+        self._in_stages: dict[str, set[int]] = {}  # stages of each weight and buffer they use
         self._of_head: set[str] = set()  # weights that only the head uses, on every rank
         self.matrices = Matrices()  # sparse matrices among the arguments
         self._held, self._guard = HeldTensors(module), Guard(module)
@@ -225,8 +225,9 @@ class PipelinedModel:
 
     def gradient_sums(self, mode: Mode) -> GradientSums:
         """Return the sums for one pass in `mode`."""
-        users = {name: one for name, one in mode.users.items() if name not in self._of_head}
-        return GradientSums(self.module, users, self._transport, self.staged)
+        users = mode.users.items()  # every rank has the gradients of the head
+        of_stages = {name: one for name, one in users if name not in self._of_head}
+        return GradientSums(self.module, of_stages, self._transport, self.staged)
 
     def _assign_weights(self, root: nn.Module) -> None:
         """Let stages hold their weights, but not arguments of layers or parts used outside."""
@@ -236,7 +237,7 @@ class PipelinedModel:
         outer = set(root.modules()) - inside - {self.module}
         parts = (part for one in outer for part in one.children() if part in inside)
         own -= {id(p) for part in parts for p in part.parameters()}
-        users = self._users_in_stages.items()
+        users = self._in_stages.items()
         held = {named[n]: stages for n, stages in users if n in named and n not in leaves}
         self._held.left_out = self.staged
         self.staged.assign({p: stages for p, stages in held.items() if id(p) in own})
@@ -244,25 +245,19 @@ class PipelinedModel:
     def of_stages_only(self, root: nn.Module) -> set[int]:
         """Return ids of the parameters that neither the head nor other modules of `root` use."""
         layers = [mode.layers for mode in self._modes.values()]
-        return ids_in_stages(self.module, root, self._users_in_stages, layers)
+        return ids_in_stages(self.module, root, self._in_stages, layers)
 
     def share_statistics(self, *, replaced: bool) -> None:
         """Send running statistics that a pass has updated, or `replaced`, to all ranks; collective.
 
         The stage that runs a norm updates them.
         """
-        users = self._users_in_stages
         by_stage: dict[int, list[Tensor]] = {}
         for name, norm in (self.intercepted.norms | self.intercepted.batch_norms).items():
-            stages = users.get(f"{name}.running_mean")
+            stages = self._in_stages.get(f"{name}.running_mean")
             if stages and (tracks_statistics(norm) or replaced):
                 by_stage.setdefault(min(stages), []).extend(norm.buffers())
         self._transport.share_of_stages(by_stage)
-
-    @property
-    def _users_in_stages(self) -> dict[str, set[int]]:
-        """The stages of each tensor that stages use: every rank has the gradients of the head."""
-        return {name: one for name, one in self._users.items() if name not in self._of_head}
 
     def _note_change(self, call: Call) -> None:
         """Warn once if attributes or plain arguments change often, at a trace each."""
@@ -328,27 +323,25 @@ class PipelinedModel:
         is_first_time = not self.is_split
         if is_first_time:
             self.stage_layers = self._count_layers(inputs, measure)
-        counts, users = self.stage_layers, dict(self._users)
-        in_stages = set(self._users_in_stages)
+        counts, users = self.stage_layers, dict(self._in_stages)
+        every = set(range(self._transport.mesh.num_stages))
         modes = sorted(self._modes.items(), key=lambda item: not item[1].is_training)
         for key, mode in modes:
             if not mode.stages:
                 repeated = self._repeated(mode.layers, inputs)
                 mode = replace(mode, stages=split_layers(mode.layers, counts, repeated))
                 self._modes[key] = mode
-            of_head = names_of_head(mode.layers, self.module)
-            everywhere = {name: set(range(self._transport.mesh.num_stages)) for name in of_head}
-            self._of_head |= of_head
+            of_head = dict.fromkeys(names_of_head(mode.layers, self.module), every)
+            self._of_head |= of_head.keys()
             own = find_users(mode.stages, self.module)
-            in_stages |= own.keys()
             for name, stages in own.items():
                 users[name] = users.get(name, set()) | stages
-            self._modes[key] = replace(mode, users=own | everywhere)
-        users |= {name: set(range(self._transport.mesh.num_stages)) for name in self._of_head}
-        self._of_head -= in_stages
-        self._users = {name: users[name] for name in sorted(users)}
+            self._modes[key] = replace(mode, users=own | of_head)
+        users |= dict.fromkeys(self._of_head & users.keys(), every)
+        self._of_head -= users.keys()
+        self._in_stages = dict(sorted(users.items()))
         found = self.intercepted
-        _check_norms(found.norms | found.batch_norms, self._users_in_stages)
+        _check_norms(found.norms | found.batch_norms, self._in_stages)
         if is_first_time:
             self._tell_split([self._modes[key] for key, _ in modes], inputs)
         if self.staged.root is not None:

@@ -77,8 +77,11 @@ def batch_number(batch: Any, contents: ContentNumbers) -> int:
 
 def graph_of_node(batch: Any) -> Tensor | None:
     """Return the batch vector of the first PyG `Batch` in the user's batch, if any."""
-    graphs = (one.batch for one in _graphs(batch) if isinstance(one, Batch))
-    return next((one for one in graphs if isinstance(one, Tensor) and one.numel()), None)
+    for one in _graphs(batch):
+        vector = one.batch if isinstance(one, Batch) else None
+        if isinstance(vector, Tensor) and vector.numel():
+            return vector
+    return None
 
 
 def num_nodes(batch: Any) -> int | None:
@@ -115,7 +118,7 @@ def agree(transport: Transport, own: Facts, *, is_training: bool, is_uneven: boo
     with transport.meter.paused():
         ranks = over.meet(what, list(map(int, astuple(replace(own, loss=loss_bits)))))
     size = transport.world.replica_size
-    for start in range(0, len(ranks), size):
+    for start in range(0, len(ranks), size) if size > 1 else ():
         _compare(ranks[start : start + size])
     _, _, _, lost, inputs, sizes, traced = zip(*ranks, strict=True)
     # Tensors computed on each rank may differ in their last bits.

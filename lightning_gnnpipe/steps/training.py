@@ -114,8 +114,7 @@ class TrainingPass:
         """Return the gradients that must be finite; none without histories."""
         if self._store is None:
             return []
-        grads = (one.grad for one in self._model.module.parameters())
-        return [grad for grad in grads if grad is not None]
+        return [p.grad for p in self._model.module.parameters() if p.grad is not None]
 
     def _leaf_grads(self, readers: Mapping[int, Sequence[int]]) -> list[Tensor | None]:
         """Return gradients of the batch's tensors; `readers`: by number the stages that read it."""
@@ -192,16 +191,15 @@ def _check_backward(ctx: Any) -> None:
     (anchor, _), *_ = ctx.next_functions
     if not torch.is_grad_enabled() and fills_grad_of(anchor):
         return
-    found = "torch.autograd.grad, or backward(inputs=...)"
-    remedy = "Call loss.backward(), then read .grad of weights and of inputs that require it."
-    if torch.is_grad_enabled():
-        found = "create_graph=True"
-        remedy = (
-            "Compute a penalty on gradients from the module's outputs alone, or train without the "
-            "strategy."
-        )
-    expected = "a plain loss.backward() through the pipelined module"
-    raise UnsupportedError(expected=expected, found=found, remedy=remedy)
+    again = torch.is_grad_enabled()
+    raise UnsupportedError(
+        expected="a plain loss.backward() through the pipelined module",
+        found="create_graph=True" if again else "torch.autograd.grad, or backward(inputs=...)",
+        remedy="Compute a penalty on gradients from the module's outputs alone, or train without "
+        "the strategy."
+        if again
+        else "Call loss.backward(), then read .grad of weights and of inputs that require it.",
+    )
 
 
 class PassState:
@@ -260,7 +258,8 @@ class PassState:
         self._outputs.clear()
 
     def _note_finite(self, tensors: Sequence[Tensor]) -> None:
-        values = (one.coalesce().values() if one.is_sparse else one for one in tensors)
-        found = [one.detach().isfinite().all() for one in values]
-        found += [] if self._is_finite is None else [self._is_finite]
+        found = [] if self._is_finite is None else [self._is_finite]
+        for one in tensors:
+            values = one.coalesce().values() if one.is_sparse else one
+            found.append(values.detach().isfinite().all())
         self._is_finite = torch.stack(found).all() if found else None

@@ -26,12 +26,7 @@ from lightning_gnnpipe.errors import ConfigError, Fallbacks, UnsupportedError
 from lightning_gnnpipe.layers import check_support
 from lightning_gnnpipe.options import RunOptions, StrategyOptions
 from lightning_gnnpipe.passing import replace_attributes
-from lightning_gnnpipe.report import (
-    Split,
-    compare_times,
-    compare_weights,
-    stage_table,
-)
+from lightning_gnnpipe.report import Split, compare_times, compare_weights, stage_table
 from lightning_gnnpipe.stages import as_written, find_pipelined, refuse_uncalled
 from lightning_gnnpipe.steps import Controls, StagedWeights
 from lightning_gnnpipe.trainer import _compat

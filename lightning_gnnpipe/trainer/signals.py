@@ -78,7 +78,7 @@ class StopSignals:
 
     def obey(self) -> None:
         """Let Lightning stop after the batch if any rank has received SIGTERM."""
-        if self.stops_together and STOP in self._lightnings:
+        if self._agreed & STOP and STOP in self._lightnings:
             self._lightnings.pop(STOP)(None)
 
     def requeue(self) -> None:
