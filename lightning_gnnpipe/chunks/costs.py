@@ -138,15 +138,14 @@ def measure_layers(
     return StepCosts(tuple(costs[: len(layers.segments)]), again)
 
 
-class _OwnMoments(RowMoments):
-    """Uses the chunk's own statistics as the statistics of the last step."""
+class _OwnMoments(MomentStore):
+    """Uses the first chunk's statistics as the statistics of the last step."""
 
-    def sums_of(self, rows: Tensor) -> Tensor:
-        if self.total is None:
-            dtype = torch.promote_types(rows.dtype, torch.float32)
-            self.center = rows.new_zeros(rows.size(1), dtype=dtype)
-            self.set([None] * self.num_chunks, super().sums_of(rows))
-        return super().sums_of(rows)
+    def of(self, key: Hashable, rows: Tensor) -> RowMoments:
+        if key not in self.calls:
+            self.keep(key, rows.detach(), None)
+        self.calls[key].begin_step()  # each run computes its own
+        return self.calls[key]
 
 
 class _Zeros(HistoryStore):
@@ -154,7 +153,7 @@ class _Zeros(HistoryStore):
 
     def __init__(self, plan: ChunkPlan, options: HistoryOptions) -> None:
         super().__init__(plan.num_nodes, plan.num_chunks, replace(options, device=None))
-        self.moments = MomentStore(plan.num_chunks, _OwnMoments)
+        self.moments = _OwnMoments(plan.num_chunks)
         self.step, self._counts = 1, options.device is None and plan.num_chunks > 1
 
     def push(self, key: Hashable, chunk: Chunk, rows: Tensor, *, keeps_old: bool = False) -> None:

@@ -123,8 +123,8 @@ def save_rank(own: Histories) -> dict[str, Any]:
         histories.append({"key": _plain(key), **saved})
     dtypes = own.writing.dtypes
     moments = [
-        {"key": _plain(key), **store.moments.save(key), "dtype": dtypes.get(key)}
-        for key in store.moments.calls
+        {"key": _plain(key), **one.save(), "dtype": dtypes.get(key)}
+        for key, one in store.moments.calls.items()
     ]
     return {
         "perm": graph.plan.perm,

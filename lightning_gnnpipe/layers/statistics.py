@@ -6,7 +6,7 @@ All these norms scale and shift channels: `Formula` computes both from mean and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch_geometric.nn as gnn
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import CallKey, MessageContext, Replacement
-from lightning_gnnpipe.staleness import RowMoments, ShardLink
+from lightning_gnnpipe.staleness import RowMoments, ShardLink, float_of
 
 # From a norm, and mean and variance `[channels]`, to scale (None for 1) and shift `[channels]`.
 Formula = Callable[[Any, Tensor, Tensor], tuple[Tensor | None, Tensor]]
@@ -114,8 +114,10 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
         if is_whole and has_formula and not is_replay:
             # Inside `propagate` rows may be messages, which belong to no chunk.
             counts = None if context.is_passing else [c.num_nodes for c in context.at.plan.chunks]
-            rows = x if context.is_live else x.detach()
+            rows = x.detach() if context.live is None else x
             mean, var, count = store.moments.keep(key, rows, counts)
+            if context.live is not None:
+                context.live[key] = mean, var
             if context.is_refresh:
                 result = _normalize(norm, x, mean, var)
                 return result.to(context.dtypes.get(key, result.dtype))
@@ -128,14 +130,13 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
                 result = original(*args, **kwargs)
             context.dtypes[key] = result.dtype
             return result
-        moments = store.moments[key]
-        x, sums = cast(Any, _RowSums).apply(x, moments)
-        if shards is not None:
-            sums = cast(Any, _SumOverShards).apply(sums, shards)
-        sums = moments.pooled(context.at.chunk.index, sums)
-        if moments.is_complete and not is_replay:
-            update_running(norm, *moments.present())
-        result = _normalize(norm, x, *moments.mean_and_var(context.at.chunk.index, sums))
+        if context.live is not None:
+            result = _normalize(norm, x, *context.live[key])
+        else:
+            moments = store.moments.of(key, x)
+            result = _normalize_part(norm, x, _Part(moments, context.at.chunk.index, shards))
+            if moments.is_complete and not is_replay:
+                update_running(norm, *moments.present())
         return result.to(context.dtypes.get(key, result.dtype))
 
     return run
@@ -155,7 +156,7 @@ def _replace_running(norm: Any, rows: Tensor, key: CallKey, context: MessageCont
     if context.store is not None:  # on shards
         mean, var, count = context.store.moments.keep(key, rows, None)
     else:
-        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        rows = rows.to(float_of(rows.dtype))
         mean = rows.mean(0)
         var = (rows - mean).square().mean(0)
         count = mean.new_full((), rows.size(0))
@@ -164,7 +165,7 @@ def _replace_running(norm: Any, rows: Tensor, key: CallKey, context: MessageCont
 
 def _normalize(norm: Any, rows: Tensor, mean: Tensor, var: Tensor) -> Tensor:
     """Normalise rows, `[num_rows, channels]`, by mean and variance, `[channels]`."""
-    dtype = torch.promote_types(rows.dtype, torch.float32)
+    dtype = float_of(rows.dtype)
     rows, mean, var = rows.to(dtype), mean.to(dtype), var.to(dtype)
     scale, shift = _FORMULAS[type(norm)](norm, mean, var)
     if scale is not None:
@@ -177,31 +178,99 @@ def _normalize(norm: Any, rows: Tensor, mean: Tensor, var: Tensor) -> Tensor:
     return rows
 
 
-class _RowSums(torch.autograd.Function):
-    """Return a chunk's rows unchanged, and their sums, `[3, channels]`: see `row_sums`."""
+class _Part(NamedTuple):
+    """Where a chunk's rows add to the statistics of a norm."""
+
+    moments: RowMoments
+    chunk: int
+    shards: ShardLink | None
+
+
+def _normalize_part(norm: Any, rows: Tensor, part: _Part) -> Tensor:
+    """Normalise a chunk's rows by the estimates of all rows."""
+    if type(norm) in (nn.BatchNorm1d, gnn.InstanceNorm, gnn.GraphNorm):
+        names = ("weight", "bias", "mean_scale")
+        weights = (getattr(norm, name, None) for name in names)
+        dtype = float_of(rows.dtype)
+        given = [None if one is None else one.to(dtype) for one in weights]
+        normalised: Tensor = cast(Any, _ScaledByChannel).apply(rows, *given, norm.eps, part)
+        return normalised
+    rows, mean, var = cast(Any, _Estimated).apply(rows, part)
+    return _normalize(norm, rows, mean, var)
+
+
+class _Estimated(torch.autograd.Function):
+    """Return a chunk's rows unchanged, and mean and variance of all rows."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, moments: RowMoments) -> tuple[Tensor, Tensor]:
-        sums = moments.sums_of(rows)
-        ctx.save_for_backward(rows)
-        ctx.center = moments.center
-        ctx.set_materialize_grads(False)
-        return rows.view_as(rows), sums
+    def forward(ctx: Any, rows: Tensor, part: _Part) -> tuple[Tensor, Tensor, Tensor]:
+        away, ctx.found = part.moments.add(part.chunk, rows, 0.0, part.shards)
+        ctx.save_for_backward(away)
+        ctx.part, ctx.dtype = part, rows.dtype
+        return rows.view_as(rows), ctx.found.mean + part.moments.center, ctx.found.scales[0].clone()
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, grad: Tensor | None, of_sums: Tensor | None
-    ) -> tuple[Tensor | None, None]:
-        if of_sums is None:
-            return grad, None
-        (rows,) = ctx.saved_tensors
-        dtype = torch.promote_types(rows.dtype, torch.float32)
-        _, first, second = of_sums.unbind(0)
-        second = 2 * second
-        total = rows * second.to(dtype)
-        total += (first - second * ctx.center).to(dtype)
-        return (total if grad is None else total.add_(grad)).to(rows.dtype), None
+    def backward(ctx: Any, grad: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, None]:
+        moments, _, shards = ctx.part
+        shift, slope = moments.add_grad(ctx.found, -mean, -2 * var, shards)
+        (away,) = ctx.saved_tensors
+        return torch.addcmul(shift, away, slope).add_(grad).to(ctx.dtype), None
+
+
+class _ScaledByChannel(torch.autograd.Function):
+    """BatchNorm, and with `mean_scale` GraphNorm, by the estimates of all rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean_scale: Tensor | None,
+        eps: float,
+        part: _Part,
+    ) -> Tensor:
+        away, found = part.moments.add(part.chunk, rows, eps, part.shards)
+        mean, scales = found.mean, found.scales
+        more: tuple[Tensor, ...] = ()
+        if mean_scale is not None:
+            whole = -part.moments.center - mean  # its negative, and what of it is not subtracted
+            kept = torch.addcmul(whole, mean_scale, whole, value=-1)
+            mean, scales, more = mean + kept, found.room, (whole, kept)
+            torch.addcmul(found.scales[0], kept, kept, out=scales[0])
+            torch.sqrt(scales[0], out=scales[1])
+        ctx.save_for_backward(away, weight, mean_scale, mean, *more)
+        # The tables that hold `scales` are written for other chunks before backward.
+        ctx.scales, ctx.found, ctx.part, ctx.dtype = scales, found, part, rows.dtype
+        out: Tensor = torch.native_batch_norm(away, weight, bias, mean, scales[0], False, 0.0, 0.0)[
+            0
+        ]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        away, weight, mean_scale, mean, *more = ctx.saved_tensors
+        scales = ctx.scales
+        if grad.size(0):
+            own, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+                grad, away, weight, mean, scales[0], None, None, False, 0.0, [True] * 3
+            )
+        else:  # the kernel divides by the number of rows
+            own, of_weight, of_bias = away.clone(), torch.zeros_like(mean), torch.zeros_like(mean)
+        by_square, by_root = 1 / scales if weight is None else weight / scales
+        by_mean, by_var, of_scale = of_bias * by_root, of_weight * by_square, None
+        if mean_scale is not None:
+            whole, kept = more
+            rest = torch.addcmul(by_mean, kept, by_var)
+            by_mean = torch.addcmul(by_mean - rest, mean_scale, rest)
+            of_scale = whole * rest
+        moments, _, shards = ctx.part
+        shift, slope = moments.add_grad(ctx.found, by_mean, by_var, shards)
+        own = own.addcmul_(away, slope).add_(shift).to(ctx.dtype)
+        of_weights = (None, None) if weight is None else (of_weight, of_bias)
+        return own, *of_weights, of_scale, None, None
 
 
 class _SumOverShards(torch.autograd.Function):
@@ -220,7 +289,7 @@ class _SumOverShards(torch.autograd.Function):
 
 def _normalize_over_shards(norm: Any, rows: Tensor, shards: ShardLink) -> Tensor:
     """Normalise by statistics of all ranks' rows, with gradients through the statistics."""
-    x = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    x = rows.to(float_of(rows.dtype))
     total = cast(Any, _SumOverShards).apply
     count = shards.sum(x.new_full((1,), x.size(0)))
     mean = total(x.sum(0), shards) / count

@@ -81,8 +81,6 @@ class MessageContext(TapedContext):
         segment: The running segment.
     """
 
-    is_live = False  # whether statistics keep their autograd graph, see `selfcheck`
-
     def __init__(
         self, store: HistoryStore | None, plan: ChunkPlan, edges: GraphEdges | None = None
     ) -> None:
@@ -90,6 +88,8 @@ class MessageContext(TapedContext):
         self.edges = GraphEdges(plan) if edges is None else edges
         self.leaves: EdgeLeaves | None = None  # of the batch, set during a pass
         self.dtypes: dict[Hashable, torch.dtype] = {}  # output dtypes of norms on the whole graph
+        # Mean and variance of all rows with their autograd graph, if kept: see `selfcheck`.
+        self.live: dict[Hashable, tuple[Tensor, Tensor]] | None = None
         self.replaced: Collection[str] = ()  # norms whose running statistics this pass replaces
         self.is_refresh = False  # in an exact pass that only refreshes histories
         self.is_passing = False  # inside `propagate` or `edge_updater`

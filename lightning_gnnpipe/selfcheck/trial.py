@@ -24,18 +24,15 @@ from lightning_gnnpipe.passing import (
     MessageContext,
     replace_attributes,
 )
-from lightning_gnnpipe.staleness import HistoryStore, MomentStore, RowMoments, mean_and_var
+from lightning_gnnpipe.staleness import HistoryStore
 
 
 class LiveContext(MessageContext):
     """Layers on chunks with halo rows and statistics of the whole graph."""
 
-    is_live = True
-
     def __init__(self, plan: ChunkPlan) -> None:
-        store = HistoryStore(plan.num_nodes, plan.num_chunks)
-        store.moments = MomentStore(plan.num_chunks, _LiveMoments)
-        super().__init__(store, plan)
+        super().__init__(HistoryStore(plan.num_nodes, plan.num_chunks), plan)
+        self.live = {}
         self._rows: dict[CallKey, Tensor] = {}  # of the whole graph
 
     def exchange(
@@ -60,22 +57,6 @@ class LiveContext(MessageContext):
         if isinstance(rows, Tensor):
             self._rows[CallKey(self.segment, layer, call, ROWS)] = rows.clone()
         return super().weighted_sum(layer, call, rule, edges, rows, weight)
-
-
-class _LiveMoments(RowMoments):
-    """Statistics of the whole graph."""
-
-    @property
-    def is_complete(self) -> bool:
-        """False, so that no running statistics are updated."""
-        return False
-
-    def pooled(self, chunk: int, sums: Tensor) -> Tensor:
-        assert self.total is not None
-        return self.total
-
-    def mean_and_var(self, chunk: int, sums: Tensor) -> tuple[Tensor, Tensor]:
-        return mean_and_var(sums, self.center)
 
 
 class _NoCheckpoint:

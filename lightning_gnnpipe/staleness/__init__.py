@@ -7,7 +7,14 @@ from lightning_gnnpipe.staleness.method import (
     StalenessMethod,
     name_method,
 )
-from lightning_gnnpipe.staleness.moments import MomentStore, RowMoments, mean_and_var, sums_by_chunk
+from lightning_gnnpipe.staleness.moments import (
+    Estimate,
+    MomentStore,
+    RowMoments,
+    float_of,
+    mean_and_var,
+    sums_by_chunk,
+)
 from lightning_gnnpipe.staleness.store import (
     NEVER,
     HistoryStore,

@@ -10,21 +10,24 @@ since the last step (then), channel by channel; at the last chunk this is exact:
 Gradients flow through all rows of F. So, as in exact training, a shift or a scale of all rows
 changes no normalised row and has no gradient. The variance of few rows is unreliable: both
 variances of F include up to `FLOOR` rows with the variance of all rows then, none at the last
-chunk. Sums are of x - c and (x - c)^2, with c the mean of all rows then.
+chunk.
+
+Each chunk adds the means of x - c and (x - c)^2, with c the mean of all rows then, to those of F
+now and then, four rows of one tensor. So its operations are as many for any number of chunks.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 FLOOR = 32.0
-_TINY = 1e-12  # added to variances: a channel may be constant
+_TINY = 1e-12  # the least variance: a channel may be constant
 
 
 @functools.cache
@@ -58,133 +61,175 @@ def mean_and_var(sums: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
     return center + share, var.clamp(min=0)
 
 
-class RowMoments:
-    """Statistics of one call of a norm, over several steps."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Estimate:
+    """Mean and variance of all rows, as a chunk takes them to be.
 
-    def __init__(self, num_chunks: int) -> None:
-        self.num_chunks = num_chunks
-        self.then: list[Tensor | None] = []  # the last step's sums, by chunk; None if unknown
-        self.total: Tensor | None = None  # the last step's sums of all rows
-        self.center = torch.empty(0)
+    Attributes:
+        mean: Minus the center.
+        scales: `[2, channels]` variance plus the norm's epsilon, and its root.
+        room: Empty, for other scales.
+        change: The deviation of F now by that then.
+        num_rows: Of F.
+        now: `[2, channels]` means of x - c and (x - c)^2 over F now; `then` in the last step.
+        spread: The variance of F now with the rows of `FLOOR`; `spread_then` in the last step.
+    """
+
+    mean: Tensor
+    scales: Tensor
+    room: Tensor
+    change: Tensor
+    num_rows: int
+    now: Tensor
+    then: Tensor
+    spread: Tensor
+    spread_then: Tensor
+
+
+class RowMoments:
+    """Statistics of one call of a norm, over several steps.
+
+    Args:
+        sums: `[num_chunks, 3, channels]` of `row_sums`, the last step's; None if unknown.
+        total: `[3, channels]`, of all rows.
+        center: `[channels]`, the mean of all rows.
+    """
+
+    def __init__(self, num_chunks: int, sums: Tensor | None, total: Tensor, center: Tensor) -> None:
+        self.num_chunks, self._is_known = num_chunks, sums is not None
+        self._counts = [0] * num_chunks
+        means = center.new_zeros(num_chunks, 2, center.numel())
+        if sums is not None:
+            self._counts = [int(count) for count in sums[:, 0, 0].tolist()]
+            means.copy_(sums[:, 1:] / sums[:, :1].clamp(min=1))
+        self._set(means, int(total[0, 0]), center, mean_and_var(total, center)[1])
         self._clear()
+
+    def _set(self, means: Tensor, num_rows: int, center: Tensor, var: Tensor) -> None:
+        self._means = torch.stack([means, means])  # this step's and the last step's
+        self.num_rows, self.center, self.var = num_rows, center, var.to(center.dtype)
+        self._least = self.var + _TINY
+        self._slopes = torch.stack([torch.ones_like(center), self._least])  # see `add`
+        self._epsilons: dict[float, Tensor] = {}
+        self._estimates = center.new_empty(len(means), 6, center.numel())
+        self._own_grad = torch.empty_like(self._slopes)
 
     def _clear(self) -> None:
-        self._own: dict[int, Tensor] = {}  # this step's sums, by chunk
-        self._pooled: dict[int, Tensor] = {}  # sums of a chunk and all chunks before it
-        self._pooled_then: dict[int, Tensor] = {}
-        self._last = -1  # the chunk that ran last
-        self._grad: Tensor | None = None
+        self._runs: dict[int, Estimate] = {}  # of this step, by chunk
+        self._pool: Tensor | None = None  # of F, see `_means`: `[2, 2, channels]`
+        self._num_run = 0  # rows of F
+        self._grads: Tensor | None = None
 
     def begin_step(self) -> None:
-        """Keep this step's sums as the last step's if all chunks have run."""
+        """Keep this step's means as the last step's if all chunks have run."""
         if self.is_complete:
-            own = [self._own[chunk] for chunk in range(self.num_chunks)]
-            self.set(own, self._pooled[self._last])
+            means, num_rows = self._means[0], sum(self._counts)
+            shares = means.new_tensor(self._counts) / max(num_rows, 1)
+            first, second = (means * shares.view(-1, 1, 1)).sum(0)
+            center = self.center + first
+            shift = center - self.center  # rounded
+            var = (second + shift * (shift - 2 * first)).clamp(min=0)
+            square = means[:, 1] + shift * (shift - 2 * means[:, 0])
+            self._set(torch.stack([means[:, 0] - shift, square], 1), num_rows, center, var)
+            self._is_known = True
         self._clear()
 
-    def set(self, then: Sequence[Tensor | None], total: Tensor) -> None:
-        """Set the last step's sums, `[3, channels]` each, and move `center` to the mean.
+    def add(self, chunk: int, rows: Tensor, eps: float, shards: Any) -> tuple[Tensor, Estimate]:
+        """Return `rows - center`, and the estimate of all rows when this chunk has run."""
+        away = rows - self.center
+        if chunk in self._runs:  # recomputed in backward
+            return away, self._runs[chunk]
+        own, count = self._means[:, chunk], rows.size(0)
+        if shards is not None:
+            sums = torch.cat([away.sum(0), away.square().sum(0), away.new_full((1,), count)])
+            sums = shards.sum(sums)
+            count = int(sums[-1])
+            torch.div(sums[:-1].view_as(own[0]), max(count, 1), out=own[0])
+        elif count:
+            torch.mean(away, 0, out=own[0, 0])
+            torch.mean(away.square(), 0, out=own[0, 1])
+        else:
+            own[0] = 0
+        if not self._is_known:
+            own[1] = own[0]
+        self._counts[chunk] = count
+        self._num_run = num_run = self._num_run + count
+        share = count / max(num_run, 1)
+        pool = own if self._pool is None else torch.lerp(self._pool, own, share)
+        if not self._is_known and len(self._runs) == self.num_chunks - 1:
+            pool = pool.clone()
+            pool[1, 0], pool[1, 1] = 0, self.var
+        self._pool = pool
+        spreads = torch.addcmul(pool[:, 1], pool[:, 0], pool[:, 0], value=-1)
+        added = FLOOR * (1 - num_run / self.num_rows) / max(num_run, 1)
+        if added > 0:
+            spreads.add_(self._least, alpha=added)
+        spreads.clamp_(min=_TINY)
+        if eps not in self._epsilons:
+            self._epsilons[eps] = self.var.new_tensor([[0.0], [eps]])
+        # Ratio of the variances, variance, and the roots of both.
+        known = self._estimates[chunk]
+        ratio = spreads[0] / spreads[1]
+        torch.addcmul(self._epsilons[eps], ratio, self._slopes, out=known[:2])
+        torch.sqrt(known[:2], out=known[2:4])
+        mean = torch.addcmul(pool[0, 0], known[2], pool[1, 0], value=-1)
+        found = Estimate(mean, known[1:4:2], known[4:], known[2], num_run, *pool, *spreads)
+        self._runs[chunk] = found
+        return away, found
 
-        `then` is by chunk, None if unknown. The sums passed in are around the old center.
+    def add_grad(self, found: Estimate, of_mean: Tensor, of_var: Tensor, shards: Any) -> Tensor:
+        """Add a chunk's gradients; last chunks first.
+
+        `of_mean` is minus the gradient of the estimated mean, `of_var` minus twice that of the
+        variance. Returns (a, b), `[2, channels]`: the rows' gradient is a + b (rows - center).
         """
-        if not self.center.numel():
-            self.then, self.total = list(then), total
-            return
-        mean, _ = mean_and_var(total, self.center)
-        center = mean.to(self.center.dtype)
-        shift = self.center.double() - center.double()
-        self.then = [None if one is None else _moved_center(one, shift) for one in then]
-        self.total, self.center = _moved_center(total, shift), center
-
-    def add(self, chunk: int, sums: Tensor) -> Tensor:
-        """Add the sums of a chunk, `[3, channels]`; return the sums of all chunks so far."""
-        if chunk in self._pooled:  # recomputed in backward
-            return self._pooled[chunk]
-        then = self.then[chunk] if self.then else None
-        pooled, pooled_then = sums, sums if then is None else then
-        if self._own:
-            pooled = self._pooled[self._last] + pooled
-            pooled_then = self._pooled_then[self._last] + pooled_then
-        self._own[chunk], self._last = sums, chunk
-        self._pooled[chunk], self._pooled_then[chunk] = pooled, pooled_then
-        if self.is_complete and self.total is not None:  # also if sums by chunk are unknown
-            self._pooled_then[chunk] = self.total
-        return self._pooled[chunk]
-
-    def pooled(self, chunk: int, sums: Tensor) -> Tensor:
-        """Like `add`; gradients reach the sums of this chunk and of those before it."""
-        pooled: Tensor = cast(Any, _Pooled).apply(sums, self, chunk)
-        return pooled
-
-    def sums_of(self, rows: Tensor) -> Tensor:
-        return row_sums(rows, self.center)
+        second = of_var * self._least
+        second.addcdiv_(of_mean * found.then[0], found.change, value=-1)
+        first, kept = self._own_grad
+        second.div_(found.spread_then)
+        clamped = torch.ops.aten.threshold_backward
+        clamped.grad_input(second, found.spread, _TINY, grad_input=kept)
+        torch.addcmul(of_mean, found.now[0], kept, value=-1, out=first)
+        share = -1 / max(found.num_rows, 1)
+        if self._grads is None:
+            self._grads = self._own_grad * share
+        else:
+            self._grads = torch.add(self._grads, self._own_grad, alpha=share)
+        return self._grads if shards is None else shards.sum(self._grads)
 
     @property
     def is_complete(self) -> bool:
-        return len(self._own) == self.num_chunks
+        return len(self._runs) == self.num_chunks
 
     def present(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean, variance and number of the rows of all chunks that have run."""
-        sums = self._pooled[self._last]
-        return *mean_and_var(sums, self.center), sums[0]
+        assert self._pool is not None
+        first, second = self._pool[0]
+        var = (second - first.square()).clamp(min=0)
+        return self.center + first, var, var.new_tensor(float(self._num_run))
 
-    def add_grad(self, grad: Tensor) -> Tensor:
-        """Add the gradient of a chunk's pooled sums; return that of its own: last chunks first."""
-        self._grad = grad if self._grad is None else self._grad + grad
-        return self._grad
-
-    def mean_and_var(self, chunk: int, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Estimate mean and variance of all rows now; `sums` is what `add` returned."""
-        assert self.total is not None
-        # F has as many rows now as then: sums of squares have the ratio of the variances.
-        count, first, second = sums.unbind(0)
-        then_count, then_first, then_second = self._pooled_then[chunk].unbind(0)
-        all_rows, _, all_second = self.total.unbind(0)
-        var_then = (all_second / all_rows).clamp(min=0)  # rounding may make it negative
-        added = FLOOR * (1 - then_count / all_rows)
-        mean_then = then_first / then_count.clamp(min=1)
-        then_spread = (then_second - then_first * mean_then).clamp(min=0) + added * var_then
-        per_spread = 1 / (then_spread + _TINY * (then_count + added))
-        per_row = 1 / count.clamp(min=1)
-        unmoved = (added * var_then + _TINY * (count + added)) * per_spread
-        spread = torch.addcmul(second, first * per_row, first, value=-1).clamp(min=0)
-        ratio = torch.addcmul(unmoved, spread, per_spread)
-        mean = torch.addcmul(self.center.double(), first, per_row)
-        var = torch.addcmul(torch.full_like(ratio, -_TINY), ratio, var_then + _TINY)
-        return torch.addcmul(mean, ratio.sqrt(), mean_then, value=-1), var.clamp(min=0)
-
-
-class _Pooled(torch.autograd.Function):
-    """Sums, `[*]`, of a chunk and the chunks before it; backward adds those after it."""
-
-    @staticmethod
-    def forward(ctx: Any, sums: Tensor, moments: RowMoments, chunk: int) -> Tensor:
-        ctx.moments = moments
-        return moments.add(chunk, sums.detach()).clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.moments.add_grad(grad), None, None
-
-
-def _moved_center(sums: Tensor, shift: Tensor) -> Tensor:
-    """Return sums around `center - shift` instead of `center`."""
-    count, first, second = sums.unbind(0)
-    moved = first + count * shift
-    return torch.stack([count, moved, second + shift * (first + moved)])
+    def save(self) -> dict[str, Tensor | None]:
+        """Return the arguments of `MomentStore.load`; call between two steps."""
+        self.begin_step()
+        var = self.var.double()
+        total = torch.stack([torch.ones_like(var), torch.zeros_like(var), var])
+        sums = None
+        if self._is_known:
+            means = self._means[1].double()
+            counts = means.new_tensor(self._counts).view(-1, 1, 1)
+            sums = torch.cat([torch.ones_like(means[:, :1]), means], 1) * counts
+        return {"sums": sums, "total": total * self.num_rows, "center": self.center}
 
 
 class MomentStore:
     """Statistics of all norms of one stage, by call."""
 
-    def __init__(self, num_chunks: int, kind: type[RowMoments] = RowMoments) -> None:
-        self._num_chunks, self._kind = num_chunks, kind
+    def __init__(self, num_chunks: int) -> None:
+        self._num_chunks = num_chunks
         self.calls: dict[Hashable, RowMoments] = {}
 
-    def __getitem__(self, key: Hashable) -> RowMoments:
-        if key not in self.calls:
-            self.calls[key] = self._kind(self._num_chunks)
+    def of(self, key: Hashable, rows: Tensor) -> RowMoments:
+        """Return the statistics of a call on `rows` of a chunk."""
         return self.calls[key]
 
     def begin_step(self) -> None:
@@ -198,32 +243,19 @@ class MomentStore:
 
         `counts` are the nodes of each chunk; ignored if they do not sum to `num_rows`.
         """
-        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        rows = rows.to(float_of(rows.dtype))
         counts = counts if counts is not None and sum(counts) == rows.size(0) else None
         center = rows.mean(0)
         sums = sums_by_chunk(rows, counts, center)
         total = sums.sum(0)
-        self.put(key, None if counts is None else sums, total, center)
+        self.load(key, None if counts is None else sums, total, center)
         return *mean_and_var(total, center), total[0]
 
-    def save(self, key: Hashable) -> dict[str, Tensor | None]:
-        """Return the arguments of `load`; call between two steps."""
-        one = self.calls[key]
-        one.begin_step()
-        known = [sums for sums in one.then if sums is not None]
-        sums = torch.stack(known) if len(known) == self._num_chunks else None
-        return {"sums": sums, "total": one.total, "center": one.center}
-
     def load(self, key: Hashable, sums: Tensor | None, total: Tensor, center: Tensor) -> None:
-        """Restore the last step's sums around `center`, `[channels]`.
+        """Restore the last step's sums around `center`, `[channels]`, the mean of all rows.
 
         `sums`: `[num_chunks, 3, channels]`, None if unknown; `total`: `[3, channels]`, of all rows.
         """
-        one = self.calls[key] = self._kind(self._num_chunks)
-        one.then = [None] * self._num_chunks if sums is None else list(sums)
-        one.total, one.center = total, center
-
-    def put(self, key: Hashable, sums: Tensor | None, total: Tensor, center: Tensor) -> None:
-        """Like `load`, but also move the center to the rows' mean."""
-        self.load(key, sums, total, center)
-        self.calls[key].set(self.calls[key].then, total)
+        sums = None if sums is None else sums.detach()
+        found = RowMoments(self._num_chunks, sums, total.detach(), center.detach())
+        self.calls[key] = found

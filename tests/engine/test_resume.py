@@ -59,8 +59,8 @@ def test_rows_and_snapshots_follow_their_nodes(assignment: list[int]) -> None:
     assert by_node(second, H).flatten().tolist() == [0, 10, 20, 30, 40, 50]
     saved = second.store.save(H)
     assert (saved["step"], saved["kept_step"]) == (5, 3)
-    moments = second.store.moments[STATISTIC]
-    assert moments.total is not None and (moments.total[0], moments.center) == (4, 1.5)
+    moments = second.store.moments.calls[STATISTIC]
+    assert (moments.num_rows, moments.center) == (4, 1.5)
     second.store.before_forward(is_exact=False, reads_snapshot=True)
     assert by_node(second, H).flatten().tolist() == [0, 1, 2, 3, 4, 5]
     chunk = second.graph.plan.chunks[0]
