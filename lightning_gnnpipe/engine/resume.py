@@ -179,11 +179,11 @@ def load_ranks(
         for one in rank["moments"]:
             key = CallKey(*one["key"])
             if key.segment in segments:
-                has_sums = any(is_own) and one["sums"] is not None  # sums cover all shards
-                sums = one["sums"].to(device) if has_sums else None
+                has_means = any(is_own) and one["means"] is not None  # they cover all shards
+                means = one["means"].to(device) if has_means else None
                 if one["dtype"] is not None:
                     own.writing.dtypes[key] = one["dtype"]
-                store.moments.load(key, sums, one["total"].to(device), one["center"].to(device))
+                store.moments.load(key, means, one["total"].to(device), one["center"].to(device))
     row_nodes = graph.plan.row_nodes.cpu()
     of_rows = store.options.device or device  # a GPU may not have room for rows of the host
     for key, parts in found.items():

@@ -229,5 +229,5 @@ class SharedMoments(MomentStore):
         sums = self._sum(sums_by_chunk(rows, counts, center))
         total = sums.sum(0)
         if self._keeps:
-            self.load(key, None if counts is None else sums, total, center)
+            self.put(key, None if counts is None else sums, total, center)
         return *mean_and_var(total, center), total[0]

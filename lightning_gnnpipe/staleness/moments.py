@@ -90,19 +90,22 @@ class RowMoments:
     """Statistics of one call of a norm, over several steps.
 
     Args:
-        sums: `[num_chunks, 3, channels]` of `row_sums`, the last step's; None if unknown.
-        total: `[3, channels]`, of all rows.
+        means: `[num_chunks, 3, channels]` count and means of x - c and (x - c)^2, in the last
+            step; None if unknown.
+        total: `[3, channels]`, the same of all rows.
         center: `[channels]`, the mean of all rows.
     """
 
-    def __init__(self, num_chunks: int, sums: Tensor | None, total: Tensor, center: Tensor) -> None:
-        self.num_chunks, self._is_known = num_chunks, sums is not None
-        self._counts = [0] * num_chunks
-        means = center.new_zeros(num_chunks, 2, center.numel())
-        if sums is not None:
-            self._counts = [int(count) for count in sums[:, 0, 0].tolist()]
-            means.copy_(sums[:, 1:] / sums[:, :1].clamp(min=1))
-        self._set(means, int(total[0, 0]), center, mean_and_var(total, center)[1])
+    def __init__(
+        self, num_chunks: int, means: Tensor | None, total: Tensor, center: Tensor
+    ) -> None:
+        self.num_chunks, self._is_known = num_chunks, means is not None
+        self._counts, known = [0] * num_chunks, center.new_zeros(num_chunks, 2, center.numel())
+        if means is not None:
+            self._counts = [int(count) for count in means[:, 0, 0].tolist()]
+            known.copy_(means[:, 1:])
+        var = (total[2] - total[1].square()).clamp(min=0)
+        self._set(known, int(total[0, 0]), center, var)
         self._clear()
 
     def _set(self, means: Tensor, num_rows: int, center: Tensor, var: Tensor) -> None:
@@ -211,14 +214,11 @@ class RowMoments:
     def save(self) -> dict[str, Tensor | None]:
         """Return the arguments of `MomentStore.load`; call between two steps."""
         self.begin_step()
-        var = self.var.double()
-        total = torch.stack([torch.ones_like(var), torch.zeros_like(var), var])
-        sums = None
-        if self._is_known:
-            means = self._means[1].double()
-            counts = means.new_tensor(self._counts).view(-1, 1, 1)
-            sums = torch.cat([torch.ones_like(means[:, :1]), means], 1) * counts
-        return {"sums": sums, "total": total * self.num_rows, "center": self.center}
+        var, known = self.var, self._means[1]
+        counts = known.new_tensor(self._counts).view(-1, 1, 1).expand_as(known[:, :1])
+        total = torch.stack([torch.full_like(var, self.num_rows), torch.zeros_like(var), var])
+        means = torch.cat([counts, known], 1) if self._is_known else None
+        return {"means": means, "total": total, "center": self.center}
 
 
 class MomentStore:
@@ -248,14 +248,20 @@ class MomentStore:
         center = rows.mean(0)
         sums = sums_by_chunk(rows, counts, center)
         total = sums.sum(0)
-        self.load(key, None if counts is None else sums, total, center)
+        self.put(key, None if counts is None else sums, total, center)
         return *mean_and_var(total, center), total[0]
 
-    def load(self, key: Hashable, sums: Tensor | None, total: Tensor, center: Tensor) -> None:
-        """Restore the last step's sums around `center`, `[channels]`, the mean of all rows.
+    def put(self, key: Hashable, sums: Tensor | None, total: Tensor, center: Tensor) -> None:
+        """Keep `row_sums` of chunks, `[num_chunks, 3, channels]`, and of all rows."""
+        means = None if sums is None else _per_row(sums.detach())
+        self.load(key, means, _per_row(total.detach()), center.detach())
 
-        `sums`: `[num_chunks, 3, channels]`, None if unknown; `total`: `[3, channels]`, of all rows.
-        """
-        sums = None if sums is None else sums.detach()
-        found = RowMoments(self._num_chunks, sums, total.detach(), center.detach())
-        self.calls[key] = found
+    def load(self, key: Hashable, means: Tensor | None, total: Tensor, center: Tensor) -> None:
+        """Restore the last step's statistics; see `RowMoments`."""
+        self.calls[key] = RowMoments(self._num_chunks, means, total, center)
+
+
+def _per_row(sums: Tensor) -> Tensor:
+    """Return count and means from the sums of `row_sums`."""
+    count = sums[..., :1, :]
+    return torch.cat([count, sums[..., 1:, :] / count.clamp(min=1)], -2)

@@ -437,13 +437,13 @@ class MeanDrift:
 
     def __init__(self, ends: Sequence[int]) -> None:
         self._bounds = list(pairwise([0, *ends]))
-        self._side = [0] * len(ends)  # where a chunk's present sum is in `_sums`
-        self._sums = self._signs = self._drifts = torch.empty(0)
+        self._sums = self._signs = self._drifts = torch.empty(0, 2)
         self.begin_step()
 
     def begin_step(self) -> None:
         self._weight: Tensor | float = self.FLOOR  # of the mean: rows that have run, and `FLOOR`
         self._last: Tensor | None = None
+        self._sums[:, 1] = self._sums[:, 0]
         self.seen: dict[int, Tensor] = {}  # drift up to and including each chunk, `[*]`
 
     def replace(self, rows: Tensor) -> None:
@@ -451,8 +451,8 @@ class MeanDrift:
         dtype = float_of(rows.dtype)
         sums = [rows[start:end].sum(0, dtype=dtype).flatten() for start, end in self._bounds]
         now = torch.stack(sums)
-        self._sums = torch.stack([now, now], 1)  # `[num_chunks, 2, channels]`
-        self._signs = now.new_tensor([[1.0, -1.0], [-1.0, 1.0]])
+        self._sums = torch.stack([now, now], 1)  # now and then, `[num_chunks, 2, channels]`
+        self._signs = now.new_tensor([1.0, -1.0])
         self._drifts = now.new_zeros(len(sums) + 1, now.size(1))  # after each chunk, and zeros
 
     def move(
@@ -462,17 +462,17 @@ class MeanDrift:
         if self._sums.device != rows.device:  # the first sums may be on the host
             held = (self._sums, self._signs, self._drifts)
             self._sums, self._signs, self._drifts = (one.to(rows.device) for one in held)
-        side = self._side[chunk] = 1 - self._side[chunk]
-        both, sign, before = self._sums[chunk], self._signs[side], self._weight
+        both, before = self._sums[chunk], self._weight
         flat = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
-        torch.sum(flat, 0, dtype=both.dtype, out=both[side])
+        torch.sum(flat, 0, dtype=both.dtype, out=both[0])
         last, drift = self._drifts[-1] if self._last is None else self._last, self._drifts[chunk]
         if sum_over_shards is None:
+            assert isinstance(before, float)
             now = self._weight = before + rows.size(0)
-            share = {"beta": before / now, "alpha": 1 / now}
-            torch.addmv(last, both.t(), sign, **share, out=drift)  # with `out` not under autocast
+            beta, alpha = before / now, 1 / now  # with `out` autocast leaves the product alone
+            torch.addmv(last, both.t(), self._signs, beta=beta, alpha=alpha, out=drift)
         else:
-            change = torch.cat([both[side] - both[1 - side], both.new_full((1,), rows.size(0))])
+            change = torch.cat([both[0] - both[1], both.new_full((1,), rows.size(0))])
             change = sum_over_shards(change)
             self._weight = before + change[-1]
             drift.copy_((last * before + change[:-1]) / self._weight)
