@@ -214,7 +214,7 @@ def _find_named(module: nn.Module, name: str) -> Pipelined:
 
 
 def _callable_names(root: nn.Module) -> Iterator[str]:
-    """Yield names of modules with message passing and a forward, and of methods that call them."""
+    """Yield names of modules with message passing and a forward, and of methods of such modules."""
     (_, own), *inside = itertools.starmap(without_compile, root.named_modules())
     for path, module in sorted(inside, key=lambda one: one[0].count(".")):
         if contains_passing(module) and not isinstance(module, MessagePassing):
@@ -224,18 +224,16 @@ def _callable_names(root: nn.Module) -> Iterator[str]:
 
 
 def _methods(module: nn.Module) -> list[str]:
-    """Return the names of public methods with arguments that name a part with message passing."""
+    """Return the names of public methods that no library defines and that take an argument."""
     kinds = type(module).__mro__
     bases = [one for one in kinds if _is_library(one) or _is_of_pyg(one)]
     own = {name: one for kind in reversed(kinds) for name, one in vars(kind).items()}
-    parts = {name for name, part in module.named_children() if contains_passing(part)}
     return [
         name
         for name, one in own.items()
         if isinstance(one, FunctionType)
         and not (name.startswith("_") or any(hasattr(base, name) for base in bases))
-        and one.__code__.co_argcount > 1
-        and not parts.isdisjoint(one.__code__.co_names)
+        and len(inspect.signature(one).parameters) > 1
     ]
 
 

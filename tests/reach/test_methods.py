@@ -335,7 +335,7 @@ REFUSED: dict[str, tuple[Callable[[], Module], dict[str, str], str, str]] = {
         Bare,
         {},
         "Message passing is in 'conv1' and 'conv2', without a forward",
-        "net.encode",
+        "loss",
     ),
     "a method": (lambda: Module(Net()), {}, "Message passing is in 'net', without", "net.encode"),
     "named": (
