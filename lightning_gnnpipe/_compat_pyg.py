@@ -47,6 +47,11 @@ def passing_hooks(module: nn.Module) -> Iterator[Any]:
                 yield from hooks.values()
 
 
+def is_generated(file: str) -> bool:
+    """Whether PyG wrote a file with this name: the `propagate` of a class."""
+    return file.startswith("torch_geometric.") or "_propagate_" in file
+
+
 def has_own_propagate(kind: type[MessagePassing]) -> bool:
     """Whether the user wrote `propagate`; PyG generates one for each class."""
     written = f"{kind.__module__}_{kind.__name__}_propagate"

@@ -9,6 +9,7 @@ import traceback
 from importlib.util import find_spec
 from types import ModuleType
 
+from lightning_gnnpipe._compat_pyg import is_generated
 from lightning_gnnpipe.errors import UnsupportedError, first_line
 
 _PACKAGES = ("torch", "torch_geometric", "lightning", "pytorch_lightning", "torchmetrics", "wandb")
@@ -35,7 +36,7 @@ def user_modules() -> list[ModuleType]:
 def _is_users_file(name: str) -> bool:
     """Whether a file is the user's: not torch's, PyG's, Lightning's, Python's or ours."""
     file = os.path.basename(name)
-    if "site-packages" in name or file.startswith("torch_geometric.") or "_propagate_" in file:
+    if "site-packages" in name or is_generated(file):
         return False
     return not name.startswith((*_LIBRARY, *_GENERATED))
 

@@ -19,7 +19,7 @@ from lightning_gnnpipe.errors import CheckpointError, Fallbacks
 from lightning_gnnpipe.passing import CallKey
 from lightning_gnnpipe.staleness import name_method
 
-_VERSION = 18
+_VERSION = 19
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_gnnpipe.errors import first_line
 from lightning_gnnpipe.graph import Chunk
+from lightning_gnnpipe.staleness import without_waiting
 
 log = logging.getLogger(__name__)
 
@@ -160,9 +161,7 @@ class Adjacency:
         """Return 1 where `owner` is one of `chunks`, 0 elsewhere."""
         is_one = [chunk in chunks for chunk in range(self._pattern.num_owners)]
         flags = torch.tensor(is_one, dtype=dtype, device="cpu")
-        if owner.is_cuda:  # from pinned memory the host does not wait for the copy
-            flags = flags.pin_memory().to(owner.device, non_blocking=True)
-        return flags[owner]
+        return without_waiting(flags, owner.device)[owner]
 
     def _in_order(self, dtype: torch.dtype, *, by_source: bool, scale: float) -> Tensor | None:
         key = (dtype, by_source, scale)

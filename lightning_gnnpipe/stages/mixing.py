@@ -193,7 +193,7 @@ def orders(node: fx.Node, values: Mapping[str, Value]) -> bool:
 def _names_rows(key: Any, values: Mapping[str, Value]) -> bool:
     """Whether an index holds numbers of rows, as in h[:1024] and h[torch.randperm(h.size(0))]."""
     first = key[0] if isinstance(key, tuple) and key else key
-    if isinstance(first, fx.Node):  # of others the size shows
+    if isinstance(first, fx.Node):  # else its size shows
         return is_of_shapes(first) and first.name in values
     return type((first.stop or first.start) if isinstance(first, slice) else first) is int
 

@@ -21,4 +21,5 @@ from lightning_gnnpipe.staleness.store import (
     ShardLink,
     Staleness,
     StalenessRecorder,
+    without_waiting,
 )

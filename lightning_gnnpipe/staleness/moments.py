@@ -12,8 +12,8 @@ changes no normalised row and has no gradient. The variance of few rows is unrel
 variances of F include up to `FLOOR` rows with the variance of all rows then, none at the last
 chunk.
 
-Each chunk adds the means of x - c and (x - c)^2, with c the mean of all rows then, to those of F
-now and then, four rows of one tensor. So its operations are as many for any number of chunks.
+Each chunk adds the means of x - c and (x - c)^2, with c the mean of all rows then, to the means
+of F now and then, four rows of one tensor: as many operations for any number of chunks.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class RowMoments:
         if shards is not None:
             sums = torch.cat([away.sum(0), away.square().sum(0), away.new_full((1,), count)])
             sums = shards.sum(sums)
-            count = int(sums[-1])
+            count = self._counts[chunk] or int(sums[-1])  # waits in the first step alone
             torch.div(sums[:-1].view_as(own[0]), max(count, 1), out=own[0])
         elif count:
             torch.mean(away, 0, out=own[0, 0])

@@ -242,7 +242,8 @@ class HistoryStore:
         known = self._masks.get(key)
         if known is None or known[0] != stale:
             flags = torch.tensor([float(source in stale) for source in chunk.halo_chunks])
-            mask = flags.repeat_interleave(torch.tensor(chunk.halo_counts)).to(like)
+            mask = flags.repeat_interleave(torch.tensor(chunk.halo_counts))
+            mask = without_waiting(mask, like.device).to(like.dtype)
             known = self._masks[key] = stale, mask, chunk.halo
         return known[1]
 
@@ -333,6 +334,11 @@ class _History:
             self.rows.copy_(self.kept)
             self.written = list(self.kept_written)
             self.note_all()
+
+
+def without_waiting(small: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on `device`; from pinned memory the host need not wait."""
+    return small.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else small
 
 
 class GradientBuffer:

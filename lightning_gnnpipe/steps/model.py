@@ -265,11 +265,11 @@ class PipelinedModel:
         given = [n for n, text in self._given.items() if before.get(n, text) != text]
         changed = [f"its argument '{name}'" for name in given]
         if self.is_split:
-            changed += self._guard.state().changed(next(reversed(self._modes))[1])
+            found = self._guard.state().changed(next(reversed(self._modes))[1])
+            changed += [f"{path}.{name}".removeprefix(".") for path, name in found]
         self._num_changes += bool(changed)
         if changed and self._num_changes == _MANY_CHANGES:
-            names = (f"{path}.{name}".removeprefix(".") for path, name in changed)
-            self._fallbacks.tell(_TRACED_ANEW, ", ".join(names))
+            self._fallbacks.tell(_TRACED_ANEW, ", ".join(changed))
 
     def _trace(self, call: Call, inputs: Inputs) -> Key:
         """Trace the module in its present mode, unless cached."""

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import lightning as L
 import pytest
 
 from lightning_gnnpipe.errors import ConfigError
@@ -172,6 +173,6 @@ def test_torchrun_that_is_to_stop_saves_and_goes_on(tmp_path: Path) -> None:
 
 def test_a_rank_that_does_not_handle_the_requeue_signal_says_so() -> None:
     signals = StopSignals()
-    signals.agree([0, REQUEUE])
+    signals.agree([0, REQUEUE], L.Trainer(logger=False))
     with pytest.raises(ConfigError, match=r"every rank \(got a rank without.* main thread of"):
         signals.requeue()
