@@ -188,7 +188,7 @@ class EngineHost:
         self.engine.abandon()
 
     def stop_early(self, *, is_end: bool) -> None:
-        """Refuse `should_stop` on some ranks alone, now that it skips batches: others begin one.
+        """Refuse `should_stop` on some ranks alone, now that it skips batches: the rest begin one.
 
         At the last batch of an epoch the next step agrees on it, or the end of a fit needs none.
         """

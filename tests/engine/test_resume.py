@@ -90,5 +90,5 @@ def test_a_history_is_kept_as_this_run_keeps_it() -> None:
 def test_a_state_in_another_format_is_refused(change: dict[str, object]) -> None:
     state = RunState(1, 2, 3, (4, 5), 1, (), ("norm",), 0).as_dict() | change
     state = {key: value for key, value in state.items() if value is not ...}
-    with pytest.raises(CheckpointError, match="the state of a pipeline in format 18"):
+    with pytest.raises(CheckpointError, match="the state of a pipeline in format 19"):
         RunState.of(state)
