@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from lightning_gnnpipe.codecs.low_bit import LowBitCodec
-from lightning_gnnpipe.codecs.payload import Codec
+from lightning_gnnpipe.codecs.payload import Codec, Codecs
 from lightning_gnnpipe.errors import ConfigError, advice_on
-from lightning_gnnpipe.types import CodecName, CodecOption, TrafficKind
+from lightning_gnnpipe.types import CodecName, CodecOption
 
 
 class CastCodec(Codec):
@@ -44,20 +44,6 @@ def get_codec(name: CodecName) -> Codec:
     32 bits per row, and round at random between the row's minimum and maximum.
     """
     return _CODECS[name]
-
-
-class Codecs(NamedTuple):
-    """The codecs of rows and of their gradients."""
-
-    rows: Codec
-    grads: Codec
-
-    def of(self, kind: TrafficKind) -> Codec:
-        return self.grads if kind in ("backward", "halo_grad") else self.rows
-
-    @property
-    def is_exact(self) -> bool:
-        return self.rows.name == self.grads.name == "fp32"
 
 
 def get_codecs(option: CodecOption, what: str = "codecs") -> Codecs:

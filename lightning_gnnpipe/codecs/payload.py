@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from lightning_gnnpipe.types import TrafficKind
 
 
 class Codec:
@@ -62,6 +65,20 @@ class Codec:
 
     def _decode(self, payload: Tensor, out: Tensor) -> None:
         raise NotImplementedError
+
+
+class Codecs(NamedTuple):
+    """The codecs of rows and of their gradients."""
+
+    rows: Codec
+    grads: Codec
+
+    def of(self, kind: TrafficKind) -> Codec:
+        return self.grads if kind in ("backward", "halo_grad") else self.rows
+
+    @property
+    def is_exact(self) -> bool:
+        return self.rows.name == self.grads.name == "fp32"
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

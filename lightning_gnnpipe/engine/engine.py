@@ -23,11 +23,10 @@ from lightning_gnnpipe._compat_torch import mask_weights
 from lightning_gnnpipe.calls import Call, Inputs, KnownKinds, flatten_call
 from lightning_gnnpipe.chunks import PassSpec
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.engine.after_step import LastStep, RunningStatistics
 from lightning_gnnpipe.engine.checks import EngineChecks
 from lightning_gnnpipe.engine.identity import InputIdentity, InputKey
 from lightning_gnnpipe.engine.known_graphs import GraphCache
-from lightning_gnnpipe.engine.passes import Passes
+from lightning_gnnpipe.engine.passes import Passes, RunningStatistics
 from lightning_gnnpipe.engine.resume import RankHistories, RunState, SavedRun, save_rank
 from lightning_gnnpipe.graph import ContentNumbers, fold
 from lightning_gnnpipe.methods import PipelinedMethod
@@ -44,7 +43,7 @@ from lightning_gnnpipe.steps import (
 )
 from lightning_gnnpipe.steps.gradient_sums import share_gradients, without_gradients
 from lightning_gnnpipe.steps.step_context import Facts, StepContext, agree, batch_number
-from lightning_gnnpipe.steps.training import PassState, join
+from lightning_gnnpipe.steps.training import LastStep, PassState, join
 
 
 class PipelineEngine:

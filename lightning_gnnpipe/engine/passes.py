@@ -9,11 +9,12 @@ Batches differ from step to step, so that they have neither histories nor a cach
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, Inputs
 from lightning_gnnpipe.chunks import (
@@ -34,7 +35,7 @@ from lightning_gnnpipe.engine.resume import InputState, take_histories, warn_of_
 from lightning_gnnpipe.engine.shared import SharedStore
 from lightning_gnnpipe.errors import Fallbacks
 from lightning_gnnpipe.graph import BatchPlan, ChunkPlan, chunk_order, plan_micro_batches
-from lightning_gnnpipe.layers import NativeContext, intercept
+from lightning_gnnpipe.layers import NativeContext, intercept, tracks_statistics
 from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.passing import MessageContext
 from lightning_gnnpipe.stages import Layers, switched
@@ -242,3 +243,45 @@ class Passes:
         kept = self._graphs.inputs.kept.items()
         read = {number: own for number, own in kept if own.graph.plan.num_chunks > 1}
         return {n: own for n, own in read.items() if not self.needs_no_history(own.graph)}
+
+
+class RunningStatistics:
+    """Running statistics from pipelined steps, and their replacement in validation.
+
+    In a pipelined step a norm sees embeddings of stale inputs. In a deep network they differ
+    from exact embeddings, and the running statistics do not fit. So the next validation
+    on the training input recomputes the statistics. `stale` has the names of such norms; it is
+    equal on all ranks.
+    """
+
+    def __init__(self, *, is_quiet: bool) -> None:
+        self.stale: set[str] = set()
+        self._fallbacks = Fallbacks(log, is_quiet=is_quiet)
+
+    def note_pipelined(self, norms: Mapping[str, nn.Module]) -> None:
+        self.stale |= {name for name, norm in norms.items() if tracks_statistics(norm)}
+
+    @contextmanager
+    def replaced(self, graph: PlannedGraph, layers: Layers) -> Iterator[None]:
+        """Let one exact pass over `graph`, within the block, replace the statistics.
+
+        A norm that is called several times in a pass has several statistics, so it is skipped.
+        """
+        names = {name for name in self.stale if layers.num_calls(name) == 1}
+        graph.reading.replaced = names
+        try:
+            yield
+        finally:
+            graph.reading.replaced = ()
+        self.stale -= names
+
+    def warn(self) -> None:
+        """Warn once if validation has not replaced some statistics."""
+        if self.stale:
+            self._fallbacks.tell(
+                "The running statistics of '%s' and other norms come from pipelined steps, and no "
+                "validation has recomputed them from exact embeddings. A deep network may evaluate "
+                "much worse than it trains. Let fit() validate after its last epoch, with the "
+                "inputs of training, without weight averaging, and with one call of each norm.",
+                min(self.stale),
+            )

@@ -4,6 +4,7 @@ from lightning_gnnpipe.stages.attributes import (
     OF_LIBRARY,
     OF_USERS,
     Guard,
+    HeldTensors,
     State,
     restore_buffers,
     undisturbed,
@@ -17,7 +18,6 @@ from lightning_gnnpipe.stages.find import (
     refuse_uncalled,
     switched,
 )
-from lightning_gnnpipe.stages.held import HeldTensors
 from lightning_gnnpipe.stages.layers import Layers, cut_layers
 from lightning_gnnpipe.stages.repeat import choose_repeated, tied_bytes
 from lightning_gnnpipe.stages.segments import Segment, leaves_of, part_of

@@ -1,9 +1,17 @@
-"""Attributes of a module: plain ones are constants of its trace, which keeps none of its own.
+"""What a module holds: its plain attributes are constants of a trace, which keeps none of its own.
 
 A trace is reused while the parts of the module are the same objects and their plain attributes
 (numbers, texts, functions; tensors by identity and version; tuples, lists, dicts and namespaces of
 these) are equal. What else forward reads, such as globals, closures and os.environ, stays as in
 the trace, as in torch.export.
+
+Parameters and buffers with a row a node or edge become leaves of a call, as its arguments are:
+
+    self.emb = nn.Embedding(num_nodes, 64)              and forward reads self.emb.weight
+    self.register_buffer("edge_index", edge_index)      and forward reads self.edge_index
+
+As leaves they are cut by chunk; such a parameter stays a weight of the stages that read it. Other
+parameters and buffers are no leaves; each stage reads them whole.
 """
 
 from __future__ import annotations
@@ -12,8 +20,10 @@ import copy
 import random
 import re
 from argparse import Namespace
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,7 +32,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from lightning_gnnpipe._compat_torch import RUNNING_HOOK, version_of
-from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.calls import Call, EdgeSets, count_nodes, find_edge_sets
+from lightning_gnnpipe.errors import GNNPipeError, UnsupportedError
 from lightning_gnnpipe.stages.find import is_library, owners_of
 
 _OF_TORCH = frozenset((*vars(nn.Module()), RUNNING_HOOK))
@@ -30,6 +41,7 @@ _KINDS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _KINDS |= {torch.dtype, torch.device, torch.Size, FunctionType, BuiltinFunctionType, type}
 _HOLDERS = (tuple, list, dict, SimpleNamespace, Namespace, np.generic)
 _MOST = 1000  # items of a container
+_MOST_FORMS = 32  # of calls to remember
 
 
 class _Identity(int):
@@ -281,3 +293,64 @@ def refusing_progress(module: nn.Module, is_allowed: Callable[[], bool]) -> Iter
     finally:
         for one, trainer in before:
             one.trainer = trainer
+
+
+class HeldTensors:
+    """Adds the tensors of `module` with a row a node or edge to each call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._known: dict[Hashable, tuple[tuple[str, ...], int]] = {}
+        self.left_out: Container[Tensor] = ()  # weights that not every rank holds
+
+    def attach(self, call: Call) -> Call:
+        """Return the call with these tensors as more leaves."""
+        key = call.signature, tuple([leaf.shape for leaf in call.leaves])
+        if key not in self._known:
+            if len(self._known) >= _MOST_FORMS:
+                del self._known[next(iter(self._known))]
+            self._known[key] = self._find(call)
+        names, num_nodes = self._known[key]
+        if not names:
+            return call
+        return call.with_held({n: attrgetter(n)(self._module) for n in names}, num_nodes)
+
+    def _find(self, call: Call) -> tuple[tuple[str, ...], int]:
+        """Return the names of the tensors to add, and the number of nodes."""
+        tensors = dict(self._tensors())
+        edges = {name: one for name, one in tensors.items() if _is_edges(name, one)}
+        rows = {name: one.size(0) for name, one in tensors.items() if name not in edges}
+        if not tensors:
+            return (), 0
+        with_edges = call.with_held(edges, call.num_nodes)
+        sets = find_edge_sets(with_edges, needs_edges=False)
+        try:
+            num_nodes = count_nodes(with_edges, sets)
+        except GNNPipeError:  # no argument shows it
+            ends = [with_edges.leaves[slot] for slot in sets.slots]
+            lowest = 1 + max((int(one.max()) for one in ends if one.numel()), default=-1)
+            likely = (size for size in rows.values() if size >= lowest and size not in sets.sizes)
+            num_nodes = next(likely, -1)
+        own = [n for n, size in rows.items() if size == num_nodes or _has_edges(n, size, sets)]
+        return (*edges, *own), num_nodes
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters and buffers that code of forward itself may read."""
+        for prefix, owner in owners_of(self._module):
+            named = (owner.named_parameters(recurse=False), owner.named_buffers(recurse=False))
+            for name, one in chain(*named):
+                if one.dim() and one.layout is torch.strided and one not in self.left_out:
+                    yield f"{prefix}.{name}".removeprefix("."), one
+
+
+def _has_edges(name: str, size: int, sets: EdgeSets) -> bool:
+    """Whether a tensor of `size` rows belongs to one edge set, and it is clear to which one."""
+    try:
+        return sets.owner(name, size) >= 0
+    except GNNPipeError:
+        return False
+
+
+def _is_edges(name: str, value: Tensor) -> bool:
+    is_index = value.dtype in (torch.int64, torch.int32) and value.dim() == 2
+    return is_index and value.size(0) == 2 and "edge_index" in name

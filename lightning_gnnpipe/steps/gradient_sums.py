@@ -49,7 +49,7 @@ class GradientSums:
         for name, parameter in module.named_parameters() if transport.has_others else ():
             stages = tuple(sorted(users.get(name, ())))
             if parameter.requires_grad and stages:
-                key = stages, parameter in staged, parameter.dtype
+                key = stages, parameter in staged.stages, parameter.dtype
                 found.setdefault(key, []).append((name, parameter))
         every, self._groups = tuple(range(transport.mesh.num_stages)), list[_Group]()
         for i, ((stages, is_staged, _), named) in enumerate(found.items()):
@@ -137,7 +137,7 @@ def share_gradients(
             id(p) in of_stages or (p.grad is not None and p.grad.is_sparse)
         )
         if p.requires_grad and not is_equal and staged.holds(p):
-            groups.setdefault((p in staged, p.dtype), []).append((name, p))
+            groups.setdefault((p in staged.stages, p.dtype), []).append((name, p))
     first = mesh.rank_of(0, 0)
     for (is_staged, _), named in sorted(groups.items(), key=lambda one: one[0][0]):
         flat = _flatten(named).div_(mesh.num_replicas)

@@ -130,6 +130,7 @@ class PipelinedModel:
         self.costs: StepCosts | None = None  # once measured
         self.stage_layers: tuple[int, ...] = ()  # number of layers of each stage, once assigned
         self.preferred: tuple[int, ...] = ()  # layers per stage, if they fit, not measured ones
+        self._own: dict[tuple[int, ...], frozenset[int]] = {}  # see `of_stages_only`
         self._in_stages: dict[str, set[int]] = {}  # stages of each weight and buffer they use
         self._of_head: set[str] = set()  # weights that only the head uses, on every rank
         self.matrices = Matrices()  # sparse matrices among the arguments
@@ -239,13 +240,17 @@ class PipelinedModel:
         own -= {id(p) for part in parts for p in part.parameters()}
         users = self._in_stages.items()
         held = {named[n]: stages for n, stages in users if n in named and n not in leaves}
-        self._held.left_out = self.staged
         self.staged.assign({p: stages for p, stages in held.items() if id(p) in own})
+        self._held.left_out = self.staged.stages
 
-    def of_stages_only(self, root: nn.Module) -> set[int]:
+    def of_stages_only(self, root: nn.Module) -> frozenset[int]:
         """Return ids of the parameters that neither the head nor other modules of `root` use."""
-        layers = [mode.layers for mode in self._modes.values()]
-        return ids_in_stages(self.module, root, self._in_stages, layers)
+        key = tuple(map(id, root.parameters()))
+        if key not in self._own:
+            layers = [mode.layers for mode in self._modes.values()]
+            found = ids_in_stages(self.module, root, self._in_stages, layers)
+            self._own = {key: frozenset(found)}
+        return self._own[key]
 
     def share_statistics(self, *, replaced: bool) -> None:
         """Send running statistics that a pass has updated, or `replaced`, to all ranks; collective.
@@ -257,7 +262,8 @@ class PipelinedModel:
             stages = self._in_stages.get(f"{name}.running_mean")
             if stages and (tracks_statistics(norm) or replaced):
                 by_stage.setdefault(min(stages), []).extend(norm.buffers())
-        self._transport.share_of_stages(by_stage)
+        if self._transport.world.is_distributed:
+            self._transport.share_of_stages(by_stage)
 
     def _note_change(self, call: Call) -> None:
         """Warn once if attributes or plain arguments change often, at a trace each."""
@@ -339,7 +345,7 @@ class PipelinedModel:
             self._modes[key] = replace(mode, users=own | of_head)
         users |= dict.fromkeys(self._of_head & users.keys(), every)
         self._of_head -= users.keys()
-        self._in_stages = dict(sorted(users.items()))
+        self._in_stages, self._own = dict(sorted(users.items())), {}
         found = self.intercepted
         _check_norms(found.norms | found.batch_norms, self._in_stages)
         if is_first_time:

@@ -32,7 +32,7 @@ class StagedWeights:
         self._transport = transport
         self.root: nn.Module | None = None  # of all weights
         self._optimizers: Callable[[], Iterable[Optimizer]] = tuple
-        self._stages: dict[nn.Parameter, tuple[int, ...]] = {}
+        self.stages: dict[nn.Parameter, tuple[int, ...]] = {}
         self._shapes: dict[nn.Parameter, torch.Size] = {}  # of those that are empty on some rank
         self._is_released = False
 
@@ -40,21 +40,18 @@ class StagedWeights:
         """Keep the weights of `root` in stages from now on; `optimizers` returns the present."""
         self.root, self._optimizers = root, optimizers
 
-    def __contains__(self, parameter: object) -> bool:
-        return parameter in self._stages
-
     def holds(self, parameter: nn.Parameter) -> bool:
         """Whether this rank keeps the weight."""
-        stages = self._stages.get(parameter)
+        stages = self.stages.get(parameter)
         return stages is None or self._transport.mesh.stage in stages
 
     def assign(self, stages: Mapping[nn.Parameter, set[int]]) -> None:
         """Note the stages of each weight, once; new ones have no optimizer state: refuse them."""
-        if not self._stages:
-            self._stages = {p: tuple(sorted(places)) for p, places in stages.items()}
-            self._shapes = {p: p.shape for p in self._stages}
+        if not self.stages:
+            self.stages = {p: tuple(sorted(places)) for p, places in stages.items()}
+            self._shapes = {p: p.shape for p in self.stages}
         for parameter, places in stages.items():
-            if not places <= set(self._stages.get(parameter, places)):
+            if not places <= set(self.stages.get(parameter, places)):
                 raise UnsupportedError(
                     expected="the same stages to use a weight in all modes, with weights='staged'",
                     found=f"a weight of shape {tuple(parameter.shape)} in stages {sorted(places)}",
@@ -67,7 +64,7 @@ class StagedWeights:
 
         Changes in place that all ranks make are kept: afterwards each rank has its stage's weights.
         """
-        if not self._is_released and self._stages:  # within another block
+        if not self._is_released and self.stages:  # within another block
             yield
             return
         self._gather()
@@ -103,7 +100,7 @@ class StagedWeights:
 
         States of other ranks are on the CPU.
         """
-        if not self._stages:
+        if not self.stages:
             return state
         held = state["state"]
         sent: dict[int, dict[str, Any]] = {}
@@ -147,7 +144,7 @@ class StagedWeights:
     @property
     def _absent(self) -> list[nn.Parameter]:
         """The weights that are empty on this rank now."""
-        return [p for p in self._stages if self._is_released and not self.holds(p)]
+        return [p for p in self.stages if self._is_released and not self.holds(p)]
 
     def _gather(self) -> None:
         if not self._is_released:
@@ -156,20 +153,20 @@ class StagedWeights:
         for parameter in self._absent:
             parameter.data = parameter.data.new_empty(self._shapes[parameter])
         tensors: dict[int, list[Tensor]] = {}
-        for parameter, stages in self._stages.items():
+        for parameter, stages in self.stages.items():
             tensors.setdefault(stages[0], []).append(parameter.data)
         self._transport.share_of_stages(tensors)
         self._is_released = False
 
     def _release(self) -> None:
-        self._is_released = bool(self._stages)
+        self._is_released = bool(self.stages)
         for parameter in self._absent:
             parameter.data, parameter.grad = parameter.data.new_empty(0), None
         self.drop_states()
 
     def _counts(self, parameter: nn.Parameter) -> bool:
         """Whether this stage is the first to hold the weight."""
-        return self._transport.mesh.stage == self._stages.get(parameter, (0,))[0]
+        return self._transport.mesh.stage == self.stages.get(parameter, (0,))[0]
 
 
 def _params_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -14,8 +14,18 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe._compat_torch import fills_grad_of
-from lightning_gnnpipe.chunks import PassSpec, Step, TraceEvent, own_random_stream
-from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.chunks import (
+    PassSpec,
+    PipelineStats,
+    RankRecord,
+    Step,
+    TraceEvent,
+    merge_stats,
+    own_random_stream,
+    peak_memory_bytes,
+)
+from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.errors import ConfigError, UnsupportedError
 from lightning_gnnpipe.layers import intercept
 from lightning_gnnpipe.passing import CallKey
 from lightning_gnnpipe.staleness import HistoryStore, Staleness, StalenessRecorder
@@ -41,6 +51,47 @@ class PassRecord:
         is_exact = self.is_exact and earlier.is_exact
         events = earlier.events + self.events
         return replace(self, is_exact=is_exact, events=events, staleness=staleness)
+
+
+class LastStep:
+    """The record of the last finished training step."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.record: PassRecord | None = None
+
+    def recount(self) -> None:
+        """Add traffic after the step's backward."""
+        if self.record is not None:
+            self.record = replace(self.record, bytes_by_kind=dict(self._transport.meter))
+
+    def stats(self) -> PipelineStats:
+        """Return the step's statistics over all ranks; collective."""
+        record, transport = self._record(), self._transport
+        memory = peak_memory_bytes(transport.world.device)
+        own = RankRecord(record.events, record.bytes_by_kind, memory)
+        gathered = transport.everyone.all_gather_objects(own)
+        mesh = transport.mesh
+        return merge_stats(
+            gathered, mesh.num_stages, record.num_chunks, record.is_exact, mesh.num_replicas
+        )
+
+    def staleness(self) -> dict[int, Staleness]:
+        """Return the step's staleness by layer, over all ranks; collective."""
+        merged: dict[int, Staleness] = {}
+        for one in self._transport.all_gather_objects(self._record().staleness):
+            for layer, staleness in one.items():
+                merged.setdefault(layer, Staleness()).add(staleness)
+        return dict(sorted(merged.items()))
+
+    def _record(self) -> PassRecord:
+        if self.record is None:
+            raise ConfigError(
+                expected="a finished training step",
+                found="none in this run",
+                remedy="Ask after one, while the run goes on.",
+            )
+        return self.record
 
 
 class TrainingPass:

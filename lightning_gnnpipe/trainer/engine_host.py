@@ -232,7 +232,8 @@ class EngineHost:
         self._num_evaluations += 1
         if self._num_evaluations > 1:
             refuse_evaluations("an optimizer")
-        self._replicas.share_buffers()
+        if engine.transport.world.num_replicas > 1:
+            self._replicas.share_buffers()
         if _compat.skips_backward(trainer):  # histories are of the weights before averaging
             self.controls.is_exact = True
             engine.statistics.stale.clear()  # Lightning computes them anew
