@@ -282,7 +282,8 @@ MEMORY = "out of memory on purpose"
 def test_p7_what_one_rank_does_ends_all_with_that_cause(
     how: str, rank: int, start_method: str, timeout: int, cause: str, tmp_path: Path
 ) -> None:
-    where = {"return": "training_step", "stop late": "epoch_end"}.get(how, "epoch_start")
+    places = {"return": "training_step", "stop": "callback", "stop late": "epoch_end"}
+    where = places.get(how, "epoch_start")
     script = run(tmp_path, where, how, rank, start_method, timeout=timeout, epochs=6)
     assert re.search(cause, script.text), script.text[-3000:]
     if how == "stop":  # both after the third epoch
