@@ -101,7 +101,9 @@ class PipelineEngine:
         if torch.jit.is_tracing():  # type: ignore[no-untyped-call]
             is_pipelined = False
         elif caller == "evaluation" and not has_grads:
-            is_pipelined = not any(one.training for one in self.model.module.modules())
+            module = self.model.module  # weights made in inference mode have no version
+            is_pipelined = not any(one.training for one in module.modules())
+            is_pipelined &= not any(one.is_inference() for one in module.parameters())
         else:
             is_pipelined = caller == "training" and has_grads
         if not is_pipelined:
@@ -142,6 +144,7 @@ class PipelineEngine:
             self._batch_number() if self.transport.world.is_distributed else 0,
             self._loss,
             number,
+            sum([one.training for one in module.modules()]),
             self._is_lost,
             0 if key is None else key.number,
             self.graphs.num_bytes,

@@ -104,6 +104,7 @@ class Facts:
     batch: int  # fingerprint
     loss: float  # of the step before
     graph: int  # fingerprint
+    num_training: int  # modules in train mode
     is_lost: bool  # whether histories are invalid, on any rank
     input: int  # number of the input
     num_bytes: int  # of histories, the most of all ranks
@@ -120,7 +121,7 @@ def agree(transport: Transport, own: Facts, *, is_training: bool, is_uneven: boo
     size = transport.world.replica_size
     for start in range(0, len(ranks), size) if size > 1 else ():
         _compare(ranks[start : start + size])
-    _, _, _, lost, inputs, sizes, traced = zip(*ranks, strict=True)
+    _, _, _, _, lost, inputs, sizes, traced = zip(*ranks, strict=True)
     # Tensors computed on each rank may differ in their last bits.
     shared = inputs[0] if len(set(inputs)) == 1 else fold(inputs)
     merged = {"is_lost": any(lost), "num_bytes": max(sizes), "is_traced": any(traced)}
@@ -135,6 +136,11 @@ def _compare(ranks: Sequence[Sequence[int]]) -> None:
             remedy="Call lightning.seed_everything(...) before random splits and transforms, "
             "and load the same data on every rank. Pass strategy.distributed_sampler_kwargs "
             "to a sampler of your own.",
+        )
+    if len({rank[3] for rank in ranks}) > 1:
+        raise UnsupportedError(
+            "The pipelined module is in train mode on one rank and in eval mode on another.\n"
+            "All ranks run a step together.\nCall net.train() and net.eval() on all ranks."
         )
     losses = [struct.unpack("<d", struct.pack("<q", rank[1]))[0] for rank in ranks]
     if max(losses) - min(losses) > _LOSS_TOLERANCE * max(abs(loss) for loss in losses):

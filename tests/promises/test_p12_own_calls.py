@@ -97,6 +97,7 @@ def of_inputs(net: Net, data: Data) -> list[Tensor]:
 def attack(net: Net, data: Data) -> list[Tensor]:
     """As in adversarial evaluation; `net.head` is outside of what is pipelined."""
     before = [p.grad for p in net.parameters()]
+    net.zero_grad()
     with torch.inference_mode(False), torch.enable_grad():
         delta = torch.zeros_like(data.x, requires_grad=True)
         out = net(data.x.clone() + delta, data.edge_index.clone())
@@ -111,7 +112,11 @@ def attack(net: Net, data: Data) -> list[Tensor]:
 def traced(net: Net, data: Data) -> list[Tensor]:
     with torch.inference_mode(False), torch.no_grad():
         args = data.x.clone(), data.edge_index.clone()
-        return [torch.jit.trace(net.eval(), args, check_trace=False)(*args)]
+        was = [one.training for one in net.modules()]
+        found = torch.jit.trace(net.eval(), args, check_trace=False)(*args)
+    for one, training in zip(net.modules(), was, strict=True):
+        one.training = training
+    return [found]
 
 
 def averaged(net: Net, data: Data) -> list[Tensor]:
