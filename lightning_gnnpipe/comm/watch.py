@@ -52,6 +52,7 @@ class Watch:
             self._stopped.set()
             self._thread.join()
             self._thread = None
+        self._groups = ()  # torch.distributed owns them, and ends their threads
 
     def check(self) -> None:
         """Raise the cause if this rank has heard that another one failed."""
@@ -73,6 +74,7 @@ class Watch:
         """
         if self._thread is None:
             return
+        groups = self._groups
         self.stop()
         cause = cause[:_MAX_CAUSE]
         self._ask(lambda: self._store.compare_set(f"{self._prefix}cause", "", cause))
@@ -80,17 +82,17 @@ class Watch:
         deadline = time.monotonic() + _LISTEN_S
         while time.monotonic() < deadline and (self._ask(self._count_heard) or 0) < self._size:
             time.sleep(_TICK_S / 5)
-        self._break()
+        self._break(groups)
 
     def _run(self) -> None:
         while not self._stopped.wait(_TICK_S):
             self.read()
             if self._cause is not None:
-                self._break()
+                self._break(self._groups)
                 return
 
-    def _break(self) -> None:
-        for group in self._groups:
+    def _break(self, groups: Sequence[ProcessGroup]) -> None:
+        for group in groups:
             break_group(group)
 
     def _look(self) -> str | None:

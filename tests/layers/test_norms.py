@@ -182,12 +182,12 @@ def by_chunk(norm: nn.Module, now: Tensor, then: Tensor, turn: Tensor) -> Tensor
         added = 32 * (1 - float(has_run.double().mean()))  # rows of the variance of all then
 
         def variance(rows: Tensor, added: float = added) -> Tensor:
-            spread = (rows - rows.mean(0)).square().sum(0)
-            return (spread + added * var) / (len(rows) + added) + 1e-12  # a channel may be constant
+            spread = (rows - rows.mean(0)).square().sum(0) + added * (var + 1e-12)
+            return (spread / len(rows)).clamp(min=1e-12)  # a channel may be constant
 
         scale = (variance(now[has_run]) / variance(then[has_run])).sqrt()
         moved = now[has_run].mean(0) + scale * (mean - then[has_run].mean(0))
-        spread = scale.square() * (var + 1e-12) - 1e-12
+        spread = scale.square() * (var + 1e-12)
         out = torch.where(is_own.unsqueeze(1), normalised(norm, now, moved, spread), out)
     return out
 
