@@ -130,7 +130,7 @@ def test_what_one_rank_has_lost_all_of_them_have(monkeypatch: pytest.MonkeyPatch
     steps = after_three("drift")
 
     def with_another(what: str, numbers: list[int]) -> list[list[int]]:
-        return [numbers, [*numbers[:3], 1, *numbers[4:]]]
+        return [numbers, [*numbers[:4], 1, *numbers[5:]]]
 
     monkeypatch.setattr(steps.engine.transport.everyone, "meet", with_another)
     steps.run()
