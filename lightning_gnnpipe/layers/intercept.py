@@ -109,6 +109,8 @@ def _replacements(
             if isinstance(one, gnn.QuantileAggregation):
                 yield one, {"forward": _with_first_node(one)}
     for name, conv in layers.convs.items():
+        if isinstance(conv, gnn.HGTConv):  # joins types of nodes: only the whole graph may reach it
+            continue
         replaced: dict[str, Any] = {"forward": _direct(name, conv, context)}
         read = {method: arguments_of(method, conv) for method in ("propagate", "edge_updater")}
         for method in read:

@@ -329,6 +329,18 @@ def test_p4_layers_that_take_dicts_are_refused_where_not_exact(conv: nn.Module, 
         check_support(nn.ModuleList([conv]), num_chunks=2)
 
 
+def test_p1_one_chunk_runs_what_chunks_refuse() -> None:
+    def forward(net: Any, x: Tensor, pos_edge_index: Tensor, neg_edge_index: Tensor) -> Tensor:
+        return net.conv(
+            {"a": x}, dict(zip(RELATIONS, (pos_edge_index, neg_edge_index), strict=True))
+        )["a"]
+
+    net = net_of(nn.Module, forward, conv=lambda: gnn.HGTConv(D, D, (["a"], RELATIONS)))()
+    engine = one_process_engine(net, partition=ONE_CHUNK)
+    given = arguments(net, make_batch())
+    assert_step(engine, given, net, net(**given))
+
+
 def test_a_change_of_one_edge_set_is_a_change_of_the_graph() -> None:
     net, batch = Signed(), make_batch()
     engine = one_process_engine(net, partition=CHUNKS)
