@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe._compat_torch import pytree
-from lightning_gnnpipe.calls import Call, ChangedGraph, Inputs
+from lightning_gnnpipe.calls import Call, ChangedGraph, Inputs, classify
 from lightning_gnnpipe.stages import Sample, draw_sample, undisturbed
 
 Run = Callable[[Sequence[Any], Mapping[str, Any], str], Any]
@@ -112,6 +113,18 @@ def raising_own_errors(module: nn.Module, call: Call, inputs: Inputs) -> Iterato
             raise
     if own is not None:
         raise own from None
+
+
+def is_one_graph(module: nn.Module, call: Call) -> bool:
+    """Whether `call`, with a batch vector of zeros, is one graph: outputs have one row per node."""
+    single = replace(call, is_one_graph=True)
+    try:
+        sample = draw_sample(module, single, classify(single))
+        outputs = flatten(_run_on_sample(module, single, sample))
+    except Exception:  # it fails again later, where the error is shown
+        return False
+    rows = [output.size(0) if output.dim() else -1 for output in outputs]
+    return bool(rows) and set(rows) == {sample.num_nodes}
 
 
 def flatten(output: object) -> list[Tensor]:

@@ -27,6 +27,7 @@ from lightning_gnnpipe.layers import (
     check_support,
     uses_batch_statistics,
 )
+from lightning_gnnpipe.methods import is_one_graph
 from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.selfcheck import check_graphs, check_layers, norms_without_batch
 from lightning_gnnpipe.stages import Layers, is_listed
@@ -51,13 +52,14 @@ class EngineChecks:
         is_alone = options.num_chunks == 1 and not transport.world.is_distributed
         self._is_whole = is_alone and not options.given.recompute
         self._checked: set[bool] = set()
+        self._is_one: bool | None = None  # cached for all-zero batch vectors
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
 
     def find_batch(self, call: Call, in_batch: Tensor | None) -> tuple[Call, Tensor | None]:
         """Return the call, and the batch vector of the user's `Batch` unless it is of one graph.
 
-        A call whose batch vector is all zero is marked as of one graph, if that can be cut; not
-        with a PyG `Batch`, whose loader may yield several graphs later.
+        A call whose batch vector is all zero is marked as of one graph, if that can be cut and has
+        outputs by node; not with a PyG `Batch`, whose loader may yield several graphs later.
         """
         if self._has_batches:
             return call, in_batch
@@ -66,7 +68,10 @@ class EngineChecks:
         vector = call.batch_vector
         if vector is None or vector.any() or vector.numel() < self._options.num_chunks:
             return call, None
-        return replace(call, is_one_graph=True), None
+        if self._is_one is None:
+            with self._model.staged.gathered():
+                self._is_one = is_one_graph(self._model.module, call)
+        return replace(call, is_one_graph=self._is_one), None
 
     @property
     def _has_batches(self) -> bool:

@@ -15,7 +15,7 @@ from torch_geometric.data import Data, Dataset
 from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.layers import check_replicas
-from lightning_gnnpipe.methods import PipelinedMethod
+from lightning_gnnpipe.methods import PipelinedMethod, is_one_graph
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.planning.closed_forms import MESSAGE_S, Link
 from lightning_gnnpipe.planning.forecast import Forecaster, Target
@@ -105,7 +105,7 @@ def plan_pipeline(
     call = flatten_call(pipelined, args, kwargs, partial(num_nodes, batch), method)
     vector = call.batch_vector
     if vector is not None and graph_of_node(batch) is None and not vector.any():
-        call = replace(call, is_one_graph=True)
+        call = replace(call, is_one_graph=is_one_graph(pipelined, call))
     if not call.has_graphs:
         call = HeldTensors(pipelined).attach(call)
     inputs = classify(call)

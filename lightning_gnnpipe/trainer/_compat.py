@@ -51,6 +51,22 @@ def skips_backward(trainer: Trainer) -> bool:
     return bool(trainer.fit_loop._skip_backward)
 
 
+def skips_batches(trainer: Trainer, *, is_end: bool) -> bool:
+    """Whether `should_stop` alone ends the fit, or begins a validation, here."""
+    loop = trainer.fit_loop
+    if not trainer.should_stop or not loop._can_stop_early:
+        return False
+    if is_end:
+        is_last = trainer.is_last_batch and 0 <= (trainer.max_epochs or 0) <= trainer.current_epoch
+        return not (is_last or 0 <= trainer.max_steps <= trainer.global_step)
+    assert loop._data_fetcher is not None
+    trainer.should_stop = False
+    try:
+        return not loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+    finally:
+        trainer.should_stop = True
+
+
 def begin_batch(trainer: Trainer) -> None:
     """Take part in the message that Lightning sends before each batch, since 2.6."""
     getattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)()

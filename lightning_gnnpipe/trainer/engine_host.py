@@ -190,14 +190,10 @@ class EngineHost:
     def stop_early(self, *, is_end: bool) -> None:
         """Refuse `should_stop` on some ranks alone, now that it skips batches: the rest begin one.
 
-        At the last batch of an epoch the next step agrees on it, or the end of a fit needs none.
+        Where all ranks are at the same place without it, the next step agrees on it.
         """
         trainer = self._strategy.user_module.trainer
-        is_over = trainer.is_last_batch and (
-            not is_end or 0 <= (trainer.max_epochs or 0) <= trainer.current_epoch
-        )
-        is_over |= is_end and 0 <= trainer.max_steps <= trainer.global_step
-        if trainer.should_stop and not is_over and self._processes.has_peers:
+        if self._processes.has_peers and _compat.skips_batches(trainer, is_end=is_end):
             _compat.begin_batch(trainer)
             self._processes.everyone.meet("stop early")
 
