@@ -290,6 +290,7 @@ class GNNPipeStrategy(LightningStrategy):
         return self._host.evaluation_step(partial(super().predict_step, **kwargs), args)
 
     def on_validation_end(self) -> None:
+        self._host.end_validation()
         self.engine.set_step(is_validating=False)
         self.engine.statistics.warn()
 

@@ -10,16 +10,20 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from packaging.requirements import Requirement
 from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv, MessagePassing
+
+from lightning_gnnpipe import _compat_torch
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_gnnpipe"
@@ -167,6 +171,16 @@ def test_private_names_that_compat_uses_are_listed(path: Path) -> None:
     listed = {part for name in NAMES for part in re.split("[:.]", name)}
     used = {name for _, name in private_names(path)} - UNLISTED
     assert used <= listed, f"list {used - listed} in NAMES"
+
+
+def test_timeouts_of_groups_are_set_by_the_public_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The private one prints a deprecation there."""
+    given: list[Any] = []
+    monkeypatch.setattr(dist, "set_timeout", lambda *args: given.append(args), raising=False)
+    monkeypatch.setattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    group: Any = object()
+    _compat_torch.set_group_timeout(timedelta(seconds=3), group)
+    assert given == [(timedelta(seconds=3), group)]
 
 
 @pytest.mark.parametrize("name", ["lightning", "pytorch-lightning"])

@@ -134,6 +134,7 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
             result = _normalize(norm, x, *context.live[key])
         else:
             moments = store.moments.of(key, x)
+            moments.is_of_messages = context.is_passing
             result = _normalize_part(norm, x, _Part(moments, context.at.chunk.index, shards))
             if moments.is_complete and not is_replay:
                 update_running(norm, *moments.present())

@@ -106,6 +106,7 @@ class RowMoments:
             known.copy_(means[:, 1:])
         var = (total[2] - total[1].square()).clamp(min=0)
         self._set(known, int(total[0, 0]), center, var)
+        self.is_of_messages = False  # whose number a step may change, as dropped edges do
         self._clear()
 
     def _set(self, means: Tensor, num_rows: int, center: Tensor, var: Tensor) -> None:
@@ -146,7 +147,8 @@ class RowMoments:
         if shards is not None:
             sums = torch.cat([away.sum(0), away.square().sum(0), away.new_full((1,), count)])
             sums = shards.sum(sums)
-            count = self._counts[chunk] or int(sums[-1])  # waits in the first step alone
+            fixed = 0 if self.is_of_messages else self._counts[chunk]
+            count = fixed or int(sums[-1])  # waits for the device
             torch.div(sums[:-1].view_as(own[0]), max(count, 1), out=own[0])
         elif count:
             torch.mean(away, 0, out=own[0, 0])

@@ -218,6 +218,15 @@ class EngineHost:
                 state = random_state(device)
                 set_random_state(transport.broadcast_object(state), device)
 
+    def end_validation(self) -> None:
+        """Agree on signals that have come since its last step began: no further batch may begin."""
+        processes, trainer = self._processes, self._strategy.user_module.trainer
+        ranks = [[processes.signals.own(trainer)]]
+        if processes.has_peers:
+            ranks = processes.everyone.meet("end a validation", ranks[0])
+        processes.signals.agree((bits for [bits] in ranks), trainer)
+        processes.signals.obey()
+
     def training_step(self, step: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Run the user's training step; its pipelined forward trains."""
         engine, module = self.engine, self._strategy.user_module

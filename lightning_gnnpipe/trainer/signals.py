@@ -2,7 +2,8 @@
 
 Lightning's own handlers communicate at once, while messages of the pipeline are in flight, so ranks
 could wait for each other forever. Here a handler sets a flag. All ranks see it at the start of the
-next step, and run Lightning's handlers together: they finish the batch, save, and end.
+next step, or at the end of a validation, and run Lightning's handlers together: they finish the
+batch, save, and end.
 """
 
 from __future__ import annotations

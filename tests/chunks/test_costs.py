@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from itertools import pairwise
 from typing import Any
 
@@ -38,15 +37,14 @@ class Net(nn.Module):
 
 
 class BusyClock:
-    """A machine on which something else runs for a while, now and then."""
+    """A machine on which each pass takes a second, and something else runs now and then."""
 
-    def __init__(self) -> None:
-        self._draw, self._late = random.Random(0), 0.0
+    def __init__(self, seed: int) -> None:
+        self._draw, self._now = random.Random(seed), 0.0
 
     def perf_counter(self) -> float:
-        if self._draw.random() < 0.1:
-            self._late += self._draw.random()
-        return time.perf_counter() + self._late
+        self._now += 1 + (100 * self._draw.random() if self._draw.random() < 0.1 else 0)
+        return self._now
 
 
 def measure(net: nn.Module) -> Any:
@@ -63,9 +61,7 @@ def measure(net: nn.Module) -> Any:
 def test_equal_layers_are_cut_in_halves_on_a_busy_machine(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = BusyClock()
-    clock._draw.seed(seed)
-    monkeypatch.setattr(costs, "time", clock)
+    monkeypatch.setattr(costs, "time", BusyClock(seed))
     monkeypatch.setattr(costs, "_LONGEST_S", 1e9)
     layers, found = measure(Net())
     assert found.assign_layers(layers, 2, ()) == (L // 2, L // 2)
