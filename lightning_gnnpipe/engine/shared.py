@@ -2,7 +2,7 @@
 
     push       own rows -> history; boundary rows -> ghosts on other ranks, theirs -> our ghosts
     pull       from own rows and ghosts, as on one rank
-    pull_grad  gradients of ghosts -> their owners, which add them to their own
+    add_grad   gradients of ghosts -> their owners, which add them to their own
 
 A ghost is a local copy of another shard's row. Ghosts in the same chunk are fresh, so their
 gradients are not scaled, unlike gradients between chunks.
@@ -113,21 +113,20 @@ class SharedStore(HistoryStore):
         if not chunk.is_whole:
             super().push_grad(key, chunk, grad.masked_fill(_like(near, grad), 0.0))
 
-    def pull_grad(self, key: Hashable, chunk: Chunk, *, is_linear: bool) -> Tensor | None:
-        """Return the scaled gradient of own rows from other chunks and ranks."""
+    def add_grad(self, key: Hashable, chunk: Chunk, own: Tensor, *, is_linear: bool) -> Tensor:
+        """Return the gradient of the chunk's rows from all chunks and ranks."""
         ghosts, like = self.ghosts(chunk), self._like[key]
-        own = super().pull_grad(key, chunk, is_linear=is_linear)
-        grads = None if chunk.is_whole else self.grads(key)
-        owed = None if grads is None else grads.take(ghosts, is_linear=is_linear)
+        own = super().add_grad(key, chunk, own, is_linear=is_linear)
+        owed = None if chunk.is_whole else self.grads(key).take(ghosts)
         if owed is not None:
-            owed = owed.to(like.dtype)
+            owed = owed.to(like.dtype) * self.scale_of(is_linear=is_linear)
         else:
             owed = like.new_zeros((ghosts.numel(), *like.shape[1:]))
         if key in self._near:
             positions, grad = self._near.pop(key)
             owed.index_add_(0, torch.searchsorted(ghosts, positions), grad.to(owed.dtype))
         received = self.give_back(key, chunk, owed)
-        return received if own is None else own.to(received.dtype) + received
+        return own + received.to(own.dtype)
 
     def ghosts(self, chunk: Chunk) -> Tensor:
         """Return the chunk's ghost rows, `[num_ghosts]`, ascending."""

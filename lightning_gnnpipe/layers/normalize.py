@@ -20,6 +20,7 @@ from torch_geometric.utils import (
     add_remaining_self_loops,
     add_self_loops,
     get_laplacian,
+    remove_self_loops,
     scatter,
     to_edge_index,
 )
@@ -46,8 +47,9 @@ def localized(
     locals_: dict[Callable[..., Any], Callable[..., Any]] = {
         gcn_norm: partial(_local_norm, context),
         get_laplacian: partial(_local_laplacian, context),
-        add_self_loops: partial(_local_loops, context, add_self_loops),
-        add_remaining_self_loops: partial(_local_loops, context, add_remaining_self_loops),
+        add_self_loops: partial(_loops, context, add_self_loops),
+        add_remaining_self_loops: partial(_loops, context, add_remaining_self_loops),
+        remove_self_loops: partial(_loops, context, remove_self_loops),
     }
     for names in _namespaces(convs):
         for function, local in locals_.items():
@@ -231,6 +233,30 @@ def _refuse_laplacian() -> UnsupportedError:
         remedy="Pass edge weights to forward that need no gradient, and lambda_max as a "
         "number, or train with num_chunks=1.",
     )
+
+
+def _loops(
+    context: MessageContext,
+    function: Callable[..., Any],
+    edge_index: Tensor,
+    edge_attr: Any = None,
+    *options: Any,
+    **named: Any,
+) -> tuple[Tensor, Any]:
+    """Add or remove self-loops of one chunk; for edges without features once for all steps."""
+    local = function
+    if function is not remove_self_loops:
+        local = partial(_local_loops, context, function)
+    given = (*options, *named.items())
+    is_known = edge_attr is None and not any(isinstance(one, Tensor) for one in named.values())
+    results = context.at.results_of(edge_index) if is_known and not context.is_whole else None
+    if results is None:
+        return local(edge_index, edge_attr, *options, **named)
+    if (function, given) not in results:
+        with torch.inference_mode(False):
+            found = results[function, given] = local(edge_index, None, *options, **named)
+        context.at.keep_results_of(found[0])
+    return results[function, given]
 
 
 def _local_loops(

@@ -81,9 +81,8 @@ class PushPull(torch.autograd.Function):
         own = grad[: chunk.num_nodes]
         if chunk.num_halo:
             ctx.store.push_grad(ctx.key, chunk, grad[chunk.num_nodes :])
-        received = ctx.store.pull_grad(ctx.key, chunk, is_linear=ctx.is_linear)
-        both = own if received is None else own + received.to(own.dtype)
-        return both, None, None, None, None, None
+        every = ctx.store.add_grad(ctx.key, chunk, own, is_linear=ctx.is_linear)
+        return every, None, None, None, None, None
 
 
 ROWS = "x"

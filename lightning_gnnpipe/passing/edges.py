@@ -61,6 +61,19 @@ class LocalEdges:
     chunk: Chunk
     whole: Chunk
     parts: dict[Hashable, Part] = field(default_factory=dict)
+    _results: dict[int, tuple[Tensor, dict[Hashable, Any]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.keep_results_of(self.chunk.edge_index)
+
+    def keep_results_of(self, edges: Tensor) -> None:
+        """Keep what functions of `edges` alone return, which stay the same in all steps."""
+        self._results[id(edges)] = edges, {}
+
+    def results_of(self, edges: Any) -> dict[Hashable, Any] | None:
+        """Return what functions of `edges` have returned; None if they may be new in each step."""
+        known = self._results.get(id(edges))
+        return None if known is None or known[0] is not edges else known[1]
 
     def owner(self, edges: Tensor, values: Tensor | None) -> WholeEdges | None:
         """Return what `edges` and `values` are a part of; None for any other tensors."""

@@ -251,13 +251,19 @@ class HistoryStore:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
         self._entries[key].grads.add(self._halo(chunk), grad)
 
-    def pull_grad(self, key: Hashable, chunk: Chunk, *, is_linear: bool) -> Tensor | None:
-        """Return the scaled gradient of the chunk's rows; None if none was added."""
-        own = slice(chunk.start, chunk.end)
-        taken = None if chunk.is_whole else self._entries[key].grads.take(own, is_linear=is_linear)
-        if taken is None or self.is_local:
-            return taken
-        return self._copies.bring(taken, chunk.halo.device)
+    def add_grad(self, key: Hashable, chunk: Chunk, own: Tensor, *, is_linear: bool) -> Tensor:
+        """Return the gradient of the chunk's rows: its `own` and, scaled, that of other chunks."""
+        rows = slice(chunk.start, chunk.end)
+        taken = None if chunk.is_whole else self._entries[key].grads.take(rows)
+        if taken is None:
+            return own
+        if not self.is_local:
+            taken = self._copies.bring(taken, own.device)
+        return torch.add(own, taken.to(own.dtype), alpha=self.scale_of(is_linear=is_linear))
+
+    def scale_of(self, *, is_linear: bool) -> float:
+        """Return the factor on gradients between chunks; `is_linear`: of a weighted sum."""
+        return self.linear_scale if is_linear else self.options.method.message_scale
 
     def grads(self, key: Hashable) -> GradientBuffer:
         return self._entries[key].grads
@@ -280,7 +286,7 @@ class HistoryStore:
             entry.rows = self._copies.table(shape, wider, device).copy_(entry.rows)
         if entry is None:
             table = self._copies.table(shape, dtype, device)
-            grads = GradientBuffer(table, self.linear_scale, self.options, self._copies)
+            grads = GradientBuffer(table, self.options, self._copies)
             entry = self._entries[key] = _History(table, [NEVER] * self.num_chunks, grads)
             if self._ends is not None and rows.is_floating_point():
                 entry.drift = MeanDrift(self._ends)
@@ -352,16 +358,12 @@ class GradientBuffer:
     Scale 1 is the exact gradient with stale rows as constants. Scale 2 compensates for dropped
     gradients: unbiased for each edge over random orders, biased for paths over several chunks.
     Source: GNNPipe (arXiv 2308.10087), technique 3, for a scale of 2.
-    `linear_scale` is for layers that compute a weighted sum, the method's `message_scale` for all
-    other layers.
+    `HistoryStore.scale_of` says which scale a layer has.
     """
 
-    def __init__(
-        self, rows: Tensor, linear_scale: float, options: HistoryOptions, copies: HostCopies
-    ) -> None:
+    def __init__(self, rows: Tensor, options: HistoryOptions, copies: HostCopies) -> None:
         self._shape, self._device = rows.shape, rows.device
-        self._linear_scale, self._copies = linear_scale, copies
-        self._message_scale, self._dtype = options.method.message_scale, options.linear_dtype
+        self._copies, self._dtype = copies, options.linear_dtype
         self._arriving: list[tuple[Tensor, Tensor, Wait]] = []  # positions, gradients on the way
         self._total: Tensor | None = None
         self._has_any = False
@@ -381,17 +383,15 @@ class GradientBuffer:
         place = self._copies.table(grad.shape, grad.dtype, total.device)
         self._arriving.append((positions, place, self._copies.send(grad, place)))
 
-    def take(self, rows: slice | Tensor, *, is_linear: bool) -> Tensor | None:
-        """Return the scaled gradient of `rows`, `[num_taken, *]`; None if none was added."""
+    def take(self, rows: slice | Tensor) -> Tensor | None:
+        """Return the unscaled gradient of `rows`, `[num_taken, *]`; None if none was added."""
         if self._total is None or not self._has_any:
             return None
         for positions, late, wait in self._arriving:
             wait()
             self._total.index_add_(0, positions, late)
         self._arriving.clear()
-        grad = self._total[rows]
-        scale = self._linear_scale if is_linear else self._message_scale
-        return grad if scale == 1.0 else grad * scale
+        return self._total[rows]
 
     def add_output(self, chunk: Chunk, grad: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
         """Write the gradient of the chunk's outputs, `[num_nodes_of_chunk, *]`.
