@@ -32,7 +32,14 @@ from lightning_gnnpipe.stages import (
     solve_balance,
     undisturbed,
 )
-from lightning_gnnpipe.staleness import NEVER, HistoryOptions, HistoryStore, MomentStore, RowMoments
+from lightning_gnnpipe.staleness import (
+    NEVER,
+    HistoryOptions,
+    HistoryStore,
+    MomentStore,
+    RowMoments,
+    StepOrder,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +151,7 @@ class _OwnMoments(MomentStore):
     def of(self, key: Hashable, rows: Tensor) -> RowMoments:
         if key not in self.calls:
             self.keep(key, rows.detach(), None)
-        self.calls[key].begin_step()  # each run computes its own
+        self.calls[key].begin_step(StepOrder(self._num_chunks))  # each run computes its own
         return self.calls[key]
 
 

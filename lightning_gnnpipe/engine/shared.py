@@ -60,6 +60,18 @@ class SharedStore(HistoryStore):
         if not self._is_async:
             self.drain()
 
+    @property
+    def sizes(self) -> list[int]:
+        """Nodes of each chunk; of all shards, unless messages are asynchronous."""
+        shard = self._plan.shard
+        if self._is_async or shard is None:
+            return super().sizes
+        starts, num_chunks = range(0, len(shard.globe.chunks), self.num_chunks), self.num_chunks
+        return [
+            sum(shard.globe.chunks[start + chunk].num_nodes for start in starts)
+            for chunk in range(num_chunks)
+        ]
+
     def drain(self) -> None:
         """Wait for messages between shards, and discard them."""
         for wait in self._flying.values():
@@ -101,11 +113,11 @@ class SharedStore(HistoryStore):
             return self._table[1]
         return super().read(key, chunk)
 
-    def pull(self, key: Hashable, chunk: Chunk, out: Tensor) -> tuple[int, ...]:
+    def pull(self, key: Hashable, chunk: Chunk, out: Tensor) -> None:
         if not self._keeps_table(chunk):
-            return super().pull(key, chunk, out)
-        torch.index_select(self.read(key, chunk), 0, chunk.halo, out=out)
-        return ()
+            super().pull(key, chunk, out)
+        else:
+            torch.index_select(self.read(key, chunk), 0, chunk.halo, out=out)
 
     def push_grad(self, key: Hashable, chunk: Chunk, grad: Tensor) -> None:
         near = self._near_halo(chunk)

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import CallKey, MessageContext, Replacement
 from lightning_gnnpipe.staleness import RowMoments, ShardLink, float_of
+from lightning_gnnpipe.staleness.moments import KEPT, MEAN, NORM_MEAN, NORM_VAR, VAR, WHOLE
 
 # From a norm, and mean and variance `[channels]`, to scale (None for 1) and shift `[channels]`.
 Formula = Callable[[Any, Tensor, Tensor], tuple[Tensor | None, Tensor]]
@@ -205,16 +206,18 @@ class _Estimated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, part: _Part) -> tuple[Tensor, Tensor, Tensor]:
-        away, ctx.found = part.moments.add(part.chunk, rows, 0.0, part.shards)
-        ctx.save_for_backward(away)
-        ctx.part, ctx.dtype = part, rows.dtype
-        return rows.view_as(rows), ctx.found.mean + part.moments.center, ctx.found.scales[0].clone()
+        moments, chunk, shards = ctx.part = part
+        ctx.save_for_backward(moments.add(chunk, rows, 0.0, shards))
+        known, ctx.dtype = moments.table[chunk], rows.dtype
+        return rows.view_as(rows), known[MEAN] + moments.center, known[VAR].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, None]:
-        moments, _, shards = ctx.part
-        shift, slope = moments.add_grad(ctx.found, -mean, -2 * var, shards)
+        moments, chunk, shards = ctx.part
+        by_var, by_mean = moments.factors = moments.factors or moments.slopes()
+        of_square = (-2 * var, by_var[chunk]), (-mean, by_mean[chunk])
+        shift, slope = moments.add_grad(chunk, -mean, of_square, shards)
         (away,) = ctx.saved_tensors
         return torch.addcmul(shift, away, slope).add_(grad).to(ctx.dtype), None
 
@@ -232,46 +235,67 @@ class _ScaledByChannel(torch.autograd.Function):
         eps: float,
         part: _Part,
     ) -> Tensor:
-        away, found = part.moments.add(part.chunk, rows, eps, part.shards)
-        mean, scales = found.mean, found.scales
-        more: tuple[Tensor, ...] = ()
-        if mean_scale is not None:
-            whole = -part.moments.center - mean  # its negative, and what of it is not subtracted
-            kept = torch.addcmul(whole, mean_scale, whole, value=-1)
-            mean, scales, more = mean + kept, found.room, (whole, kept)
-            torch.addcmul(found.scales[0], kept, kept, out=scales[0])
-            torch.sqrt(scales[0], out=scales[1])
-        ctx.save_for_backward(away, weight, mean_scale, mean, *more)
-        # The tables that hold `scales` are written for other chunks before backward.
-        ctx.scales, ctx.found, ctx.part, ctx.dtype = scales, found, part, rows.dtype
-        out: Tensor = torch.native_batch_norm(away, weight, bias, mean, scales[0], False, 0.0, 0.0)[
-            0
-        ]
+        moments, chunk, shards = ctx.part = part
+        away, known = moments.add(chunk, rows, eps, shards), moments.table[chunk]
+        mean, var = known[MEAN], known[VAR]
+        if mean_scale is not None:  # KEPT: what of the mean is not subtracted
+            whole = torch.add(mean, moments.center, out=known[WHOLE])
+            kept = torch.addcmul(whole, mean_scale, whole, value=-1, out=known[KEPT])
+            mean = torch.sub(mean, kept, out=known[NORM_MEAN])
+            var = torch.addcmul(var, kept, kept, out=known[NORM_VAR])
+        # The table is written for other chunks before backward.
+        ctx.save_for_backward(away, weight, mean_scale)
+        ctx.mean, ctx.var, ctx.dtype = mean, var, rows.dtype
+        out: Tensor = torch.native_batch_norm(away, weight, bias, mean, var, False, 0.0, 0.0)[0]
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        away, weight, mean_scale, mean, *more = ctx.saved_tensors
-        scales = ctx.scales
+        away, weight, mean_scale = ctx.saved_tensors
+        moments, chunk, shards = ctx.part
         if grad.size(0):
             own, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-                grad, away, weight, mean, scales[0], None, None, False, 0.0, [True] * 3
+                grad, away, weight, ctx.mean, ctx.var, None, None, False, 0.0, [True] * 3
             )
         else:  # the kernel divides by the number of rows
-            own, of_weight, of_bias = away.clone(), torch.zeros_like(mean), torch.zeros_like(mean)
-        by_square, by_root = 1 / scales if weight is None else weight / scales
-        by_mean, by_var, of_scale = of_bias * by_root, of_weight * by_square, None
+            own, of_weight, of_bias = away.clone(), *torch.zeros_like(moments.table[chunk, :2])
+        moments.factors = moments.factors or _factors(moments, weight, mean_scale)
+        by_mean, of_first, of_second, *more = (one[chunk] for one in moments.factors)
+        scaled, of_scale = torch.mul(of_bias, by_mean), None
+        of_mean = scaled
         if mean_scale is not None:
-            whole, kept = more
-            rest = torch.addcmul(by_mean, kept, by_var)
-            by_mean = torch.addcmul(by_mean - rest, mean_scale, rest)
-            of_scale = whole * rest
-        moments, _, shards = ctx.part
-        shift, slope = moments.add_grad(ctx.found, by_mean, by_var, shards)
+            by_kept, minus_whole = more
+            scaled.addcmul_(of_weight, by_kept, value=-1)
+            of_scale = minus_whole * scaled
+            of_mean = torch.addcmul(of_weight * by_kept, mean_scale, scaled)
+            of_square = (of_weight, of_first), (scaled, of_second)
+        else:
+            of_square = (of_weight, of_first), (of_bias, of_second)
+        shift, slope = moments.add_grad(chunk, of_mean, of_square, shards)
         own = own.addcmul_(away, slope).add_(shift).to(ctx.dtype)
         of_weights = (None, None) if weight is None else (of_weight, of_bias)
         return own, *of_weights, of_scale, None, None
+
+
+def _factors(
+    moments: RowMoments, weight: Tensor | None, mean_scale: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Return what backward multiplies gradients by, `[num_chunks, channels]` each.
+
+    Gradients of the bias, for minus that of the mean; of the weight, and of the bias or mean, for
+    `RowMoments.add_grad`; for GraphNorm of the weight by KEPT, and minus WHOLE.
+    """
+    by_var, by_mean = moments.slopes()
+    var = moments.table[:, VAR if mean_scale is None else NORM_VAR]
+    by_root, by_square = var.rsqrt(), var.reciprocal()
+    if weight is not None:
+        by_root, by_square = by_root * weight, by_square * weight
+    if mean_scale is None:
+        return by_root, by_square * by_var, by_root * by_mean
+    by_kept = moments.table[:, KEPT] * by_square
+    of_weight = by_square * by_var + by_kept * by_mean
+    return by_root, of_weight, mean_scale * by_mean, by_kept, -moments.table[:, WHOLE]
 
 
 class _SumOverShards(torch.autograd.Function):

@@ -6,7 +6,7 @@ constant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from lightning_gnnpipe._compat_pyg import has_own_propagate, multiplies_matrix, 
 from lightning_gnnpipe._compat_torch import has_hooks
 from lightning_gnnpipe.graph import Chunk
 from lightning_gnnpipe.passing.sparse import Adjacency, multiply
-from lightning_gnnpipe.staleness import HistoryStore, ShardLink
+from lightning_gnnpipe.staleness import HistoryStore, ShardLink, StepOrder
 
 
 class CallKey(NamedTuple):
@@ -37,7 +37,6 @@ class Tape:
 
     def __init__(self) -> None:
         self.is_replay = False
-        self.stale: dict[Hashable, tuple[int, ...]] = {}  # stale chunks of each read
 
 
 class PushPull(torch.autograd.Function):
@@ -66,12 +65,10 @@ class PushPull(torch.autograd.Function):
         wide = rows.new_empty((chunk.num_nodes + chunk.num_halo, *rows.shape[1:]))
         wide[: chunk.num_nodes] = rows
         halo = wide[chunk.num_nodes :]
-        if tape is None:
-            store.pull(key, chunk, halo)
-        elif tape.is_replay:
-            store.pull_again(key, chunk, halo, tape.stale[key])
+        if tape is not None and tape.is_replay:
+            store.pull_again(key, chunk, halo)
         else:
-            tape.stale[key] = store.pull(key, chunk, halo)
+            store.pull(key, chunk, halo)
         return wide
 
     @staticmethod
@@ -178,10 +175,10 @@ class BoundSum:
             return store.grads(key).kept_output(chunk).to(rows.dtype)
         table = store.read(key, chunk)
         output = multiply(self.adjacency.rows(chunk, table.dtype), table).to(rows.dtype)
-        drift = store.drift(key, chunk)
-        if drift is not None:
-            stale, moved = drift
-            output.addr_(self.adjacency.entry_sums(chunk, stale, output.dtype), moved.to(output))
+        drift = store.drift(key)
+        if drift is not None and chunk.num_halo:
+            factors = self.adjacency.drift_sums(chunk, store.order, output)
+            output.addr_(factors, drift.to(output))
         if tape is not None:
             store.grads(key).keep_output(chunk, output)
         return output
@@ -191,12 +188,12 @@ class BoundSum:
             return multiply(self.adjacency.block(self.chunk, grad.dtype, by_source=True), grad)
         if self.chunk.is_whole:
             return self._give_back(grad)
-        table, done = self.store.grads(self.key).add_output(self.chunk, grad)
-        scale = self.store.linear_scale
-        return self._give_back(table, scale, done).to(grad.dtype)
+        buffer, order = self.store.grads(self.key), self.store.order
+        table, done = buffer.add_output(self.chunk, grad), order if buffer.keeps_outputs else None
+        return self._give_back(table, self.store.linear_scale, done).to(grad.dtype)
 
     def _give_back(
-        self, table: Tensor, scale: float = 1.0, done: tuple[int, ...] | None = None
+        self, table: Tensor, scale: float = 1.0, done: StepOrder | None = None
     ) -> Tensor:
         """Return the gradients of the chunk's rows, summed with what other shards send for them."""
         own = multiply(self.adjacency.columns(self.chunk, table.dtype, scale, done), table)

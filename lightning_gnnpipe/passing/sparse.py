@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_gnnpipe.errors import first_line
 from lightning_gnnpipe.graph import Chunk
-from lightning_gnnpipe.staleness import without_waiting
+from lightning_gnnpipe.staleness import StepOrder
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,6 @@ class Pattern:
         self.starts = starts_of(self.target, num_nodes).to(dtype)
         self.starts_by_source = starts_of(by_source, num_nodes).to(dtype)
         self.owner = owner.to(dtype)[self.targets_by_source]
-        self.num_owners = int(owner.max()) + 1
         self.chunk_of_row = owner
         self.is_cross = owner[by_source] != self.owner
 
@@ -77,7 +76,7 @@ class Adjacency:
         self._values = values
         self._typed: dict[_Key, Tensor | None] = {}
         self._parts: dict[_Key, SparseRows] = {}
-        self._sums: dict[_Key, tuple[tuple[int, ...], Tensor]] = {}  # see `entry_sums`
+        self._sums: dict[_Key, tuple[int, Tensor]] = {}  # see `drift_sums`
         self._masked: tuple[object, SparseRows] | None = None
 
     def rows(self, chunk: Chunk, dtype: torch.dtype) -> SparseRows:
@@ -88,14 +87,17 @@ class Adjacency:
             self._parts[key] = _cut(chunk, self._pattern.starts, self._pattern.sources, values)
         return self._parts[key]
 
-    def entry_sums(self, chunk: Chunk, sources: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return each row's sum of entries in columns of chunks `sources`, `[num_nodes]`."""
-        known = self._sums.get((chunk.index, dtype))
-        if known is None or known[0] != sources:
-            counts = self._flags(self._pattern.chunk_of_row, sources, dtype).unsqueeze(1)
-            known = sources, multiply(self.rows(chunk, dtype), counts).squeeze(1)
-            self._sums[chunk.index, dtype] = known
-        return known[1]
+    def drift_sums(self, chunk: Chunk, order: StepOrder, like: Tensor) -> Tensor:
+        """Return each row's sum of entries times `StepOrder.by_drift` of columns, `[num_nodes]`."""
+        key = chunk.index, like.dtype
+        number, sums = self._sums.get(key, (0, None))
+        if number != order.number:
+            factors = order.by_drift(chunk.index, like)[self._pattern.chunk_of_row]
+            found = multiply(self.rows(chunk, like.dtype), factors.unsqueeze(1)).squeeze(1)
+            sums = found if sums is None else sums.copy_(found)
+            self._sums[key] = order.number, sums
+        assert sums is not None
+        return sums
 
     def block(self, chunk: Chunk, dtype: torch.dtype, *, by_source: bool) -> SparseRows:
         """Return rows or columns of a chunk without cross-chunk edges, in local indices."""
@@ -111,22 +113,23 @@ class Adjacency:
         chunk: Chunk,
         dtype: torch.dtype,
         scale: float = 1.0,
-        targets: tuple[int, ...] | None = None,
+        done: StepOrder | None = None,
     ) -> SparseRows:
         """Return the chunk's columns as rows: the edges that start in it, by their targets.
 
-        `scale` multiplies entries between different chunks. Entries whose target is in a chunk
-        outside `targets` are zero; None keeps all.
+        `scale` multiplies entries between different chunks. With `done` entries are zero whose
+        target is in a chunk that awaits backward.
         """
         key = ("columns", chunk.start, chunk.end, dtype, scale)
         if key not in self._parts:
             pattern, values = self._pattern, self._in_order(dtype, by_source=True, scale=scale)
             starts, columns = pattern.starts_by_source, pattern.targets_by_source
             self._parts[key] = _cut(chunk, starts, columns, values, pattern.owner)
-        if targets is None:
+        if done is None:
             return self._parts[key]
-        if self._masked is None or self._masked[0] != (key, targets):
-            self._masked = (key, targets), self._mask(self._parts[key], targets, dtype)
+        made = key, done.number
+        if self._masked is None or self._masked[0] != made:
+            self._masked = made, _mask(self._parts[key], done, chunk, dtype)
         return self._masked[1]
 
     def ghost_columns(
@@ -135,7 +138,7 @@ class Adjacency:
         ghosts: Tensor,
         dtype: torch.dtype,
         scale: float = 1.0,
-        targets: tuple[int, ...] | None = None,
+        done: StepOrder | None = None,
     ) -> SparseRows:
         """Return the columns of rows `ghosts`, the chunk's rows in other shards; see `columns`."""
         key = ("ghosts", chunk.index, chunk.is_whole, dtype, scale)
@@ -150,18 +153,7 @@ class Adjacency:
             columns, owners = pattern.targets_by_source[entry], pattern.owner[entry]
             self._parts[key] = SparseRows(offsets, columns, values, owners)
         part = self._parts[key]
-        return part if targets is None else self._mask(part, targets, dtype)
-
-    def _mask(self, rows: SparseRows, targets: tuple[int, ...], dtype: torch.dtype) -> SparseRows:
-        assert rows.owners is not None
-        mask = self._flags(rows.owners, targets, dtype)
-        return replace(rows, values=mask if rows.values is None else mask * rows.values)
-
-    def _flags(self, owner: Tensor, chunks: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return 1 where `owner` is one of `chunks`, 0 elsewhere."""
-        is_one = [chunk in chunks for chunk in range(self._pattern.num_owners)]
-        flags = torch.tensor(is_one, dtype=dtype, device="cpu")
-        return without_waiting(flags, owner.device)[owner]
+        return part if done is None else _mask(part, done, chunk, dtype)
 
     def _in_order(self, dtype: torch.dtype, *, by_source: bool, scale: float) -> Tensor | None:
         key = (dtype, by_source, scale)
@@ -177,6 +169,14 @@ class Adjacency:
                 values = factor if values is None else factor.mul_(values)
             self._typed[key] = values
         return self._typed[key]
+
+
+def _mask(rows: SparseRows, done: StepOrder, chunk: Chunk, dtype: torch.dtype) -> SparseRows:
+    """Return columns of `chunk` with zeros for targets in chunks that await backward."""
+    assert rows.owners is not None
+    mask = done.has_run(chunk.index, torch.empty(0, dtype=dtype, device=rows.owners.device))
+    mask = mask[rows.owners]
+    return replace(rows, values=mask if rows.values is None else mask * rows.values)
 
 
 def _cut(

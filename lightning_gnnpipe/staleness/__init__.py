@@ -8,18 +8,17 @@ from lightning_gnnpipe.staleness.method import (
     name_method,
 )
 from lightning_gnnpipe.staleness.moments import (
-    Estimate,
     MomentStore,
     RowMoments,
     float_of,
     mean_and_var,
     sums_by_chunk,
 )
+from lightning_gnnpipe.staleness.order import StepOrder, without_waiting
 from lightning_gnnpipe.staleness.store import (
     NEVER,
     HistoryStore,
     ShardLink,
     Staleness,
     StalenessRecorder,
-    without_waiting,
 )

@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-FLOOR = 32.0
+from lightning_gnnpipe.staleness.order import StepOrder, share_of_rows
+
 _TINY = 1e-12  # the least variance: a channel may be constant
 
 
@@ -61,70 +61,62 @@ def mean_and_var(sums: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
     return center + share, var.clamp(min=0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Estimate:
-    """Mean and variance of all rows, as a chunk takes them to be.
-
-    Attributes:
-        mean: Minus the center.
-        scales: `[2, channels]` variance plus the norm's epsilon, and its root.
-        room: Empty, for other scales.
-        change: The deviation of F now by that then.
-        num_rows: Of F.
-        now: `[2, channels]` means of x - c and (x - c)^2 over F now; `then` in the last step.
-        spread: The variance of F now with the rows of `FLOOR`; `spread_then` in the last step.
-    """
-
-    mean: Tensor
-    scales: Tensor
-    room: Tensor
-    change: Tensor
-    num_rows: int
-    now: Tensor
-    then: Tensor
-    spread: Tensor
-    spread_then: Tensor
+# Rows of a chunk's numbers in `RowMoments.table`; the last four are of the norm.
+RATIO, VAR, CHANGE, ROOT, MEAN, NOW, THEN, SPREAD, SPREAD_THEN = range(9)
+WHOLE, KEPT, NORM_MEAN, NORM_VAR = range(9, 13)
 
 
 class RowMoments:
     """Statistics of one call of a norm, over several steps.
 
-    Args:
-        means: `[num_chunks, 3, channels]` count and means of x - c and (x - c)^2, in the last
-            step; None if unknown.
-        total: `[3, channels]`, the same of all rows.
-        center: `[channels]`, the mean of all rows.
+    Attributes:
+        table: `[num_chunks, 13, channels]` what each chunk takes all rows to be, and why: RATIO of
+            the variances of F now and then; VAR, the variance plus the norm's epsilon; CHANGE and
+            ROOT, the roots of both; MEAN, minus `center`; NOW and THEN, means of x - c over F;
+            SPREAD and SPREAD_THEN, variances of F with the rows of `FLOOR`.
     """
 
-    def __init__(
-        self, num_chunks: int, means: Tensor | None, total: Tensor, center: Tensor
-    ) -> None:
-        self.num_chunks, self._is_known = num_chunks, means is not None
-        self._counts, known = [0] * num_chunks, center.new_zeros(num_chunks, 2, center.numel())
+    def __init__(self, num_chunks: int, center: Tensor) -> None:
+        self.num_chunks, width = num_chunks, center.numel()
+        self.is_of_messages = False  # whose number a step may change, as dropped edges do
+        self._counts = [0] * num_chunks
+        self.center, self.var = torch.empty_like(center), torch.empty_like(center)
+        self._slopes = center.new_ones(2, width)  # of RATIO and VAR
+        self._least = self._slopes[1]  # the variance, at least `_TINY`
+        self._epsilons: dict[float, Tensor] = {}
+        self._means = center.new_zeros(2, num_chunks, 2, width)  # this and the last step's
+        self._pool = center.new_zeros(2, 2, width)  # of F, see `_means`
+        self.table = center.new_zeros(num_chunks, 13, width)
+        self._own_grad, self._grads = center.new_zeros(2, width), center.new_zeros(2, width)
+        self._shares: Tensor | None = None  # see `share_of_rows`; None: counts are not known yet
+
+    def load(self, means: Tensor | None, total: Tensor, center: Tensor) -> None:
+        """Take up the last step's statistics.
+
+        `means`: `[num_chunks, 3, channels]` count and means of x - c and (x - c)^2; None if
+        unknown. `total`: `[3, channels]`, the same of all rows. `center`: their mean.
+        """
+        self._is_known = means is not None
         if means is not None:
             self._counts = [int(count) for count in means[:, 0, 0].tolist()]
-            known.copy_(means[:, 1:])
-        var = (total[2] - total[1].square()).clamp(min=0)
-        self._set(known, int(total[0, 0]), center, var)
-        self.is_of_messages = False  # whose number a step may change, as dropped edges do
+            self._means.copy_(means[:, 1:])
+        self._take(int(total[0, 0]), center, total[2] - total[1].square())
         self._clear()
 
-    def _set(self, means: Tensor, num_rows: int, center: Tensor, var: Tensor) -> None:
-        self._means = torch.stack([means, means])  # this step's and the last step's
-        self.num_rows, self.center, self.var = num_rows, center, var.to(center.dtype)
-        self._least = self.var + _TINY
-        self._slopes = torch.stack([torch.ones_like(center), self._least])  # see `add`
-        self._epsilons: dict[float, Tensor] = {}
-        self._estimates = center.new_empty(len(means), 6, center.numel())
-        self._own_grad = torch.empty_like(self._slopes)
+    def _take(self, num_rows: int, center: Tensor, var: Tensor) -> None:
+        self.num_rows = num_rows
+        self.center.copy_(center)
+        self.var.copy_(var).clamp_(min=0)
+        torch.add(self.var, _TINY, out=self._least)
 
     def _clear(self) -> None:
-        self._runs: dict[int, Estimate] = {}  # of this step, by chunk
-        self._pool: Tensor | None = None  # of F, see `_means`: `[2, 2, channels]`
+        self._runs: dict[int, Tensor] = {}  # this step's chunks: the third of `share_of_rows`
         self._num_run = 0  # rows of F
-        self._grads: Tensor | None = None
+        self.factors: tuple[Tensor, ...] = ()  # what norms compute once for all chunks' backward
+        self._pool.zero_()
+        self._grads.zero_()
 
-    def begin_step(self) -> None:
+    def begin_step(self, order: StepOrder) -> None:
         """Keep this step's means as the last step's if all chunks have run."""
         if self.is_complete:
             means, num_rows = self._means[0], sum(self._counts)
@@ -132,17 +124,19 @@ class RowMoments:
             first, second = (means * shares.view(-1, 1, 1)).sum(0)
             center = self.center + first
             shift = center - self.center  # rounded
-            var = (second + shift * (shift - 2 * first)).clamp(min=0)
             square = means[:, 1] + shift * (shift - 2 * means[:, 0])
-            self._set(torch.stack([means[:, 0] - shift, square], 1), num_rows, center, var)
+            self._means.copy_(torch.stack([means[:, 0] - shift, square], 1))
+            self._take(num_rows, center, second + shift * (shift - 2 * first))
             self._is_known = True
+        is_fixed = self._is_known and not self.is_of_messages
+        self._shares = order.shares((*self._counts,), self.center) if is_fixed else None
         self._clear()
 
-    def add(self, chunk: int, rows: Tensor, eps: float, shards: Any) -> tuple[Tensor, Estimate]:
-        """Return `rows - center`, and the estimate of all rows when this chunk has run."""
+    def add(self, chunk: int, rows: Tensor, eps: float, shards: Any) -> Tensor:
+        """Return `rows - center`; write to `table` what all rows are when this chunk has run."""
         away = rows - self.center
         if chunk in self._runs:  # recomputed in backward
-            return away, self._runs[chunk]
+            return away
         own, count = self._means[:, chunk], rows.size(0)
         if shards is not None:
             sums = torch.cat([away.sum(0), away.square().sum(0), away.new_full((1,), count)])
@@ -159,47 +153,50 @@ class RowMoments:
             own[1] = own[0]
         self._counts[chunk] = count
         self._num_run = num_run = self._num_run + count
-        share = count / max(num_run, 1)
-        pool = own if self._pool is None else torch.lerp(self._pool, own, share)
-        if not self._is_known and len(self._runs) == self.num_chunks - 1:
-            pool = pool.clone()
+        if self._shares is None:
+            shares = away.new_tensor(share_of_rows(count, num_run, self.num_rows))
+        else:
+            shares = self._shares[chunk]
+        share, floor, self._runs[chunk] = shares
+        pool, known = self._pool.lerp_(own, share), self.table[chunk]
+        if not self._is_known and self.is_complete:
             pool[1, 0], pool[1, 1] = 0, self.var
-        self._pool = pool
-        spreads = torch.addcmul(pool[:, 1], pool[:, 0], pool[:, 0], value=-1)
-        added = FLOOR * (1 - num_run / self.num_rows) / max(num_run, 1)
-        if added > 0:
-            spreads.add_(self._least, alpha=added)
-        spreads.clamp_(min=_TINY)
         if eps not in self._epsilons:
             self._epsilons[eps] = self.var.new_tensor([[0.0], [eps]])
-        # Ratio of the variances, variance, and the roots of both.
-        known = self._estimates[chunk]
+        means, spreads = known[NOW : THEN + 1], known[SPREAD : SPREAD_THEN + 1]
+        means.copy_(pool[:, 0])
+        torch.addcmul(pool[:, 1], means, means, value=-1, out=spreads)
+        spreads.addcmul_(self._least, floor).clamp_(min=_TINY)
         ratio = spreads[0] / spreads[1]
-        torch.addcmul(self._epsilons[eps], ratio, self._slopes, out=known[:2])
-        torch.sqrt(known[:2], out=known[2:4])
-        mean = torch.addcmul(pool[0, 0], known[2], pool[1, 0], value=-1)
-        found = Estimate(mean, known[1:4:2], known[4:], known[2], num_run, *pool, *spreads)
-        self._runs[chunk] = found
-        return away, found
+        torch.addcmul(self._epsilons[eps], ratio, self._slopes, out=known[: VAR + 1])
+        torch.sqrt(known[: VAR + 1], out=known[CHANGE : ROOT + 1])
+        torch.addcmul(means[0], known[CHANGE], means[1], value=-1, out=known[MEAN])
+        return away
 
-    def add_grad(self, found: Estimate, of_mean: Tensor, of_var: Tensor, shards: Any) -> Tensor:
+    def slopes(self) -> tuple[Tensor, Tensor]:
+        """Return how a mean of (x - c)^2 over F moves all rows' statistics, for all chunks.
+
+        `[num_chunks, channels]` factors of minus twice the gradient of VAR, and of minus the
+        gradient of MEAN, which sum to minus twice the gradient of that mean.
+        """
+        known = self.table.unbind(1)
+        share = torch.where(known[SPREAD] > _TINY, 1 / known[SPREAD_THEN], 0.0)
+        return share * self._least, -share * known[THEN] / known[CHANGE]
+
+    def add_grad(
+        self, chunk: int, of_mean: Tensor, of_square: Sequence[tuple[Tensor, Tensor]], shards: Any
+    ) -> Tensor:
         """Add a chunk's gradients; last chunks first.
 
-        `of_mean` is minus the gradient of the estimated mean, `of_var` minus twice that of the
-        variance. Returns (a, b), `[2, channels]`: the rows' gradient is a + b (rows - center).
+        `of_mean` is minus the gradient of MEAN; the two products of `of_square` sum to what
+        `slopes` describes. Returns (a, b), `[2, channels]`: the rows' gradient is
+        a + b (rows - center).
         """
-        second = of_var * self._least
-        second.addcdiv_(of_mean * found.then[0], found.change, value=-1)
-        first, kept = self._own_grad
-        second.div_(found.spread_then)
-        clamped = torch.ops.aten.threshold_backward
-        clamped.grad_input(second, found.spread, _TINY, grad_input=kept)
-        torch.addcmul(of_mean, found.now[0], kept, value=-1, out=first)
-        share = -1 / max(found.num_rows, 1)
-        if self._grads is None:
-            self._grads = self._own_grad * share
-        else:
-            self._grads = torch.add(self._grads, self._own_grad, alpha=share)
+        first, second = self._own_grad
+        (one, by_one), (other, by_other) = of_square
+        torch.mul(one, by_one, out=second).addcmul_(other, by_other)
+        torch.addcmul(of_mean, self.table[chunk, NOW], second, value=-1, out=first)
+        self._grads.addcmul_(self._own_grad, self._runs[chunk])
         return self._grads if shards is None else shards.sum(self._grads)
 
     @property
@@ -208,14 +205,13 @@ class RowMoments:
 
     def present(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean, variance and number of the rows of all chunks that have run."""
-        assert self._pool is not None
         first, second = self._pool[0]
         var = (second - first.square()).clamp(min=0)
         return self.center + first, var, var.new_tensor(float(self._num_run))
 
     def save(self) -> dict[str, Tensor | None]:
         """Return the arguments of `MomentStore.load`; call between two steps."""
-        self.begin_step()
+        self.begin_step(StepOrder(self.num_chunks))
         var, known = self.var, self._means[1]
         counts = known.new_tensor(self._counts).view(-1, 1, 1).expand_as(known[:, :1])
         total = torch.stack([torch.full_like(var, self.num_rows), torch.zeros_like(var), var])
@@ -234,9 +230,9 @@ class MomentStore:
         """Return the statistics of a call on `rows` of a chunk."""
         return self.calls[key]
 
-    def begin_step(self) -> None:
+    def begin_step(self, order: StepOrder) -> None:
         for one in self.calls.values():
-            one.begin_step()
+            one.begin_step(order)
 
     def keep(
         self, key: Hashable, rows: Tensor, counts: Sequence[int] | None
@@ -259,8 +255,11 @@ class MomentStore:
         self.load(key, means, _per_row(total.detach()), center.detach())
 
     def load(self, key: Hashable, means: Tensor | None, total: Tensor, center: Tensor) -> None:
-        """Restore the last step's statistics; see `RowMoments`."""
-        self.calls[key] = RowMoments(self._num_chunks, means, total, center)
+        """Take up the last step's statistics; see `RowMoments`."""
+        known, kind = self.calls.get(key), (center.shape, center.dtype, center.device)
+        if known is None or kind != (known.center.shape, known.center.dtype, known.center.device):
+            self.calls[key] = known = RowMoments(self._num_chunks, center)
+        known.load(means, total, center)
 
 
 def _per_row(sums: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from lightning_gnnpipe.graph import Chunk
 from lightning_gnnpipe.staleness.copies import HostCopies, Wait, done
 from lightning_gnnpipe.staleness.method import HistoryOptions
 from lightning_gnnpipe.staleness.moments import MomentStore, float_of
+from lightning_gnnpipe.staleness.order import StepOrder
 
 NEVER = -1
 _DEFAULTS = HistoryOptions()
@@ -60,6 +61,7 @@ class HistoryStore:
         self.num_rows = num_rows
         self.num_chunks = num_chunks
         self._ends = ends
+        self.order = StepOrder(num_chunks)
         self.sum_over_shards: Callable[[Tensor], Tensor] | None = None
         self.step = 0
         self.recorder: StalenessRecorder | None = None
@@ -67,13 +69,18 @@ class HistoryStore:
         self._copies = HostCopies(options.device)
         self._entries: dict[Hashable, _History] = {}
         self._pushed: set[Hashable] = set()  # since the last forward phase of training
-        self._masks: dict[Hashable, tuple[tuple[int, ...], Tensor, Tensor]] = {}  # see `_mask`
         self._halos: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the halo, which is kept alive
 
     @property
     def shards(self) -> ShardLink | None:
         """The link to other shards; None without graph parallelism."""
         return None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Nodes of each chunk, whose changes are summed for the drift."""
+        ends = range(1, self.num_chunks + 1) if self._ends is None else self._ends
+        return [end - start for start, end in pairwise([0, *ends])]
 
     @property
     def num_bytes(self) -> int:
@@ -86,10 +93,13 @@ class HistoryStore:
     def __iter__(self) -> Iterator[Hashable]:
         return iter(self._entries)
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, order: Sequence[int] | None = None) -> None:
+        """Begin a training step over the chunks in `order`; None for one over the whole graph."""
         self.step = step
+        if order is not None:
+            self.order.set(order, self.sizes)
         if self.moments.calls:
-            self.moments.begin_step()
+            self.moments.begin_step(self.order)
         for entry in self._entries.values():
             if entry.drift is not None:
                 entry.drift.begin_step()
@@ -169,7 +179,7 @@ class HistoryStore:
         if entry.drift is not None and chunk.is_whole:
             entry.drift.replace(target)
         elif entry.drift is not None:
-            entry.drift.move(chunk.index, target, self.sum_over_shards)
+            entry.drift.move(chunk.index, target, self.sum_over_shards, is_kept=keeps_old)
         for c in chunks:
             written[c] = self.step
         entry.is_filled = entry.is_filled or NEVER not in written
@@ -195,57 +205,33 @@ class HistoryStore:
             entry.settle(chunk.halo_chunks)
         return entry.rows
 
-    def drift(self, key: Hashable, chunk: Chunk) -> tuple[tuple[int, ...], Tensor] | None:
-        """Return the stale ones of `halo_chunks`, if any, and the drift to add to their rows."""
+    def drift(self, key: Hashable) -> Tensor | None:
+        """Return the change of all rows that have run, `[channels]`; see `StepOrder.by_drift`."""
         drift = self._entries[key].drift
-        stale = () if drift is None or chunk.is_whole else self._stale(key, chunk)
-        return (stale, drift.seen[chunk.index]) if drift is not None and stale else None
+        return None if drift is None else drift.total
 
-    def pull(self, key: Hashable, chunk: Chunk, out: Tensor) -> tuple[int, ...]:
-        """Read the halo rows into `out`, `[num_halo, *]`; return which chunks are stale."""
+    def pull(self, key: Hashable, chunk: Chunk, out: Tensor) -> None:
+        """Read the halo rows into `out`, `[num_halo, *]`."""
         self._select(self.read(key, chunk), self._halo(chunk), out)
-        stale = self._stale(key, chunk)
-        self._move(key, chunk, out, stale)
-        return stale
+        self._move(chunk, out, self.drift(key))
 
-    def pull_again(self, key: Hashable, chunk: Chunk, out: Tensor, stale: tuple[int, ...]) -> None:
-        """Repeat `pull`, which returned `stale`, after later chunks have pushed."""
+    def pull_again(self, key: Hashable, chunk: Chunk, out: Tensor) -> None:
+        """Repeat `pull` after later chunks have pushed."""
         entry = self._entries[key]
         entry.settle(chunk.halo_chunks)
         counts = list(chunk.halo_counts)
         parts = torch.split(out, counts), torch.split(self._halo(chunk), counts)
         for source, target, positions in zip(chunk.halo_chunks, *parts, strict=True):
-            rows = entry.old if source in stale else entry.rows
+            rows = entry.old if self.order.is_stale(chunk.index, source) else entry.rows
             assert rows is not None
             self._select(rows, positions, target)
-        self._move(key, chunk, out, stale)
+        self._move(chunk, out, None if entry.drift is None else entry.drift.seen[chunk.index])
 
-    def _stale(self, key: Hashable, chunk: Chunk) -> tuple[int, ...]:
-        """Return the `halo_chunks` that have not been written in this step."""
-        written, stale = self._entries[key].written, list[int]()
-        for source in chunk.halo_chunks:
-            if written[source] < self.step:
-                stale.append(source)
-        return tuple(stale)
-
-    def _move(self, key: Hashable, chunk: Chunk, halo: Tensor, stale: tuple[int, ...]) -> None:
-        """Add the drift to the halo rows, `[num_halo, *]`, of the chunks in `stale`."""
-        drift = self._entries[key].drift
-        if drift is not None and stale:
-            moved = drift.seen[chunk.index].to(halo)
+    def _move(self, chunk: Chunk, halo: Tensor, drift: Tensor | None) -> None:
+        """Add the drift to stale halo rows, `[num_halo, *]`."""
+        if drift is not None and not chunk.is_whole:
             flat = halo.view(halo.size(0), -1)
-            flat.addr_(self._mask(chunk, stale, flat), moved.flatten())
-
-    def _mask(self, chunk: Chunk, stale: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return 1 for halo rows of the chunks in `stale`, `[num_halo]`, for all layers."""
-        key = id(chunk.halo), like.dtype, like.device
-        known = self._masks.get(key)
-        if known is None or known[0] != stale:
-            flags = torch.tensor([float(source in stale) for source in chunk.halo_chunks])
-            mask = flags.repeat_interleave(torch.tensor(chunk.halo_counts))
-            mask = without_waiting(mask, like.device).to(like.dtype)
-            known = self._masks[key] = stale, mask, chunk.halo
-        return known[1]
+            flat.addr_(self.order.halo_by_drift(chunk, flat), drift.to(flat))
 
     def push_grad(self, key: Hashable, chunk: Chunk, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
@@ -342,11 +328,6 @@ class _History:
             self.note_all()
 
 
-def without_waiting(small: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host on `device`; from pinned memory the host need not wait."""
-    return small.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else small
-
-
 class GradientBuffer:
     """Gradients of one history's rows, or of the outputs of a linear layer over it; in plan order.
 
@@ -368,7 +349,6 @@ class GradientBuffer:
         self._total: Tensor | None = None
         self._has_any = False
         self._kept: Tensor | None = None  # outputs
-        self._done: list[int] = []  # chunks whose output gradients were written
 
     @property
     def num_bytes(self) -> int:
@@ -393,17 +373,19 @@ class GradientBuffer:
         self._arriving.clear()
         return self._total[rows]
 
-    def add_output(self, chunk: Chunk, grad: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
+    def add_output(self, chunk: Chunk, grad: Tensor) -> Tensor:
         """Write the gradient of the chunk's outputs, `[num_nodes_of_chunk, *]`.
 
-        Returns the buffer, `[num_rows, *]`, and the chunks that hold gradients in it; None for all.
+        Returns the buffer, `[num_rows, *]`. Chunks that await backward are 0, or `keeps_outputs`.
         """
         total = self._table(self._dtype or grad.dtype)
         total[chunk.start : chunk.end] = grad
-        if self._kept is None:
-            return total, None
-        self._done.append(chunk.index)
-        return total, tuple(self._done)
+        return total
+
+    @property
+    def keeps_outputs(self) -> bool:
+        """Whether the buffer holds outputs until gradients overwrite them."""
+        return self._kept is not None
 
     def keep_output(self, chunk: Chunk, rows: Tensor) -> None:
         """Keep the chunk's outputs in the buffer until their gradient overwrites them."""
@@ -415,7 +397,6 @@ class GradientBuffer:
         return self._kept[chunk.start : chunk.end].clone()
 
     def end_step(self) -> None:
-        self._done.clear()
         self._arriving.clear()
         if self._total is not None and self._has_any:
             self._total.zero_()
@@ -431,58 +412,59 @@ class GradientBuffer:
 
 
 class MeanDrift:
-    """Mean drift of one history within a step: an optimizer step changes most rows alike.
+    """Change of one history's rows within a step: an optimizer step changes most rows alike.
 
-        drift = sum over the rows of chunks that have run of (row now - row then)
-                / (the number of these rows + FLOOR)
-
-    `ends` are the end positions of the chunks. Autograd treats stale rows and drift as constants.
+    `total` is the sum over the rows of chunks that have run of (row now - row then), `[channels]`.
+    A stale row is assumed to have moved by the mean, see `StepOrder.by_drift`. Autograd treats
+    stale rows and drift as constants. `ends` are the end positions of the chunks.
     """
-
-    FLOOR = 32.0  # unchanged rows assumed in the mean: few rows say little about all
 
     def __init__(self, ends: Sequence[int]) -> None:
         self._bounds = list(pairwise([0, *ends]))
-        self._sums = self._signs = self._drifts = torch.empty(0, 2)
+        self._sums, self._signs, self.total = torch.empty(0, 2), torch.empty(0), torch.empty(0)
         self.begin_step()
 
     def begin_step(self) -> None:
-        self._weight: Tensor | float = self.FLOOR  # of the mean: rows that have run, and `FLOOR`
-        self._last: Tensor | None = None
         self._sums[:, 1] = self._sums[:, 0]
-        self.seen: dict[int, Tensor] = {}  # drift up to and including each chunk, `[*]`
+        self.total.zero_()
+        self.seen: dict[int, Tensor] = {}  # `total` up to and including each chunk, if kept
 
     def replace(self, rows: Tensor) -> None:
         """Start from new rows, `[num_rows, *]`, after all were overwritten."""
         dtype = float_of(rows.dtype)
         sums = [rows[start:end].sum(0, dtype=dtype).flatten() for start, end in self._bounds]
         now = torch.stack(sums)
-        self._sums = torch.stack([now, now], 1)  # now and then, `[num_chunks, 2, channels]`
-        self._signs = now.new_tensor([1.0, -1.0])
-        self._drifts = now.new_zeros(len(sums) + 1, now.size(1))  # after each chunk, and zeros
+        if len(self._sums) != len(now) or self._sums.device != now.device:
+            self._sums = torch.stack([now, now], 1)  # now and then, `[num_chunks, 2, channels]`
+            self._signs, self.total = now.new_tensor([1.0, -1.0]), torch.zeros_like(now[0])
+            return
+        self._sums.copy_(now.unsqueeze(1))
+        self.total.zero_()
 
     def move(
-        self, chunk: int, rows: Tensor, sum_over_shards: Callable[[Tensor], Tensor] | None
+        self,
+        chunk: int,
+        rows: Tensor,
+        sum_over_shards: Callable[[Tensor], Tensor] | None,
+        *,
+        is_kept: bool,
     ) -> None:
-        """Add the change of a chunk that has run; `sum_over_shards`: over its ranks, if several."""
+        """Add the change of a chunk that has run; `sum_over_shards`: over its ranks, if several.
+
+        `is_kept`: for `pull_again`.
+        """
         if self._sums.device != rows.device:  # the first sums may be on the host
-            held = (self._sums, self._signs, self._drifts)
-            self._sums, self._signs, self._drifts = (one.to(rows.device) for one in held)
-        both, before = self._sums[chunk], self._weight
+            held = (self._sums, self._signs, self.total)
+            self._sums, self._signs, self.total = (one.to(rows.device) for one in held)
+        both = self._sums[chunk]
         flat = rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
         torch.sum(flat, 0, dtype=both.dtype, out=both[0])
-        last, drift = self._drifts[-1] if self._last is None else self._last, self._drifts[chunk]
-        if sum_over_shards is None:
-            assert isinstance(before, float)
-            now = self._weight = before + rows.size(0)
-            beta, alpha = before / now, 1 / now  # with `out` autocast leaves the product alone
-            torch.addmv(last, both.t(), self._signs, beta=beta, alpha=alpha, out=drift)
+        if sum_over_shards is None:  # with `out` autocast leaves the product alone
+            torch.addmv(self.total, both.t(), self._signs, out=self.total)
         else:
-            change = torch.cat([both[0] - both[1], both.new_full((1,), rows.size(0))])
-            change = sum_over_shards(change)
-            self._weight = before + change[-1]
-            drift.copy_((last * before + change[:-1]) / self._weight)
-        self._last, self.seen[chunk] = drift, drift.view(rows.shape[1:])
+            self.total.add_(sum_over_shards(both[0] - both[1]))
+        if is_kept:
+            self.seen[chunk] = self.total.clone()
 
 
 @dataclass(slots=True)

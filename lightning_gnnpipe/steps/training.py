@@ -120,7 +120,7 @@ class TrainingPass:
         every = None if store is None else store.options.method.snapshot_steps
         reads_snapshot = every is not None or controls.reads_snapshot
         if store is not None:
-            store.begin_step(number)
+            store.begin_step(number, None if self.is_exact else self._spec.order)
             store.recorder = StalenessRecorder() if controls.records_staleness else None
             store.before_forward(is_exact=self.is_exact, reads_snapshot=reads_snapshot)
         with (

@@ -54,7 +54,7 @@ def operations(make: Callable[[], list[Any]], num_layers: int, num_chunks: int) 
     [
         (lambda: [gnn.GCNConv(D, D), nn.LayerNorm(D)], 20),
         (lambda: [gnn.GCNConv(D, D), nn.BatchNorm1d(D)], 45),
-        (lambda: [gnn.SAGEConv(D, D), gnn.GraphNorm(D)], 60),
+        (lambda: [gnn.SAGEConv(D, D), gnn.GraphNorm(D)], 55),
         (lambda: [gnn.GATConv(D, D), nn.LayerNorm(D)], 85),
     ],
     ids=["gcn-layer", "gcn-batch", "sage-graph", "gat-layer"],

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from lightning_gnnpipe.staleness import MomentStore
+from lightning_gnnpipe.staleness import MomentStore, StepOrder
 
 
 class Peer:
@@ -26,7 +26,7 @@ def test_shards_take_the_number_of_this_steps_messages() -> None:
     for counts in ((6, 4), (5, 0), (2, 4)):
         moments: Any = store.calls["norm"]
         moments.is_of_messages = True
-        store.begin_step()
+        store.begin_step(StepOrder(2))
         parts = [torch.randn(count, 3, dtype=torch.float64) + 1 for count in counts]
         for chunk, part in enumerate(parts):
             moments.add(chunk, part, 1e-5, peer)
