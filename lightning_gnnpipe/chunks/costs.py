@@ -210,6 +210,8 @@ def _run(
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         start = now()
         run_segments((segment,), local, chunk, context)
+        if isinstance(context, MessageContext) and context.store is not None:
+            context.store.moments.after_forward()
         middle = now()
     roots = [local[name] for name in segment.outputs if _needs_grad(local[name])]
     if roots and wanted:

@@ -6,6 +6,7 @@ All these norms scale and shift channels: `Formula` computes both from mean and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -67,6 +68,9 @@ _FORMULAS: dict[type, Formula] = {
 }
 
 
+_SCALED = (nn.BatchNorm1d, gnn.InstanceNorm, gnn.GraphNorm)  # by channel, by its variance
+
+
 def has_statistics(layer: nn.Module) -> bool:
     """Whether `layer` is a norm over all nodes that is exact on chunks."""
     if type(layer) is gnn.LayerNorm:
@@ -90,7 +94,7 @@ def whole_statistics(
 
 
 def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor]:
-    original, kind = norm.forward, type(norm)
+    original, kind, prepare = norm.forward, type(norm), partial(_prepare, norm)
 
     @context.in_layer
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -136,9 +140,8 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
         else:
             moments = store.moments.of(key, x)
             moments.is_of_messages = context.is_passing
+            moments.prepare = prepare
             result = _normalize_part(norm, x, _Part(moments, context.at.chunk.index, shards))
-            if moments.is_complete and not is_replay:
-                update_running(norm, *moments.present())
         return result.to(context.dtypes.get(key, result.dtype))
 
     return run
@@ -190,15 +193,17 @@ class _Part(NamedTuple):
 
 def _normalize_part(norm: Any, rows: Tensor, part: _Part) -> Tensor:
     """Normalise a chunk's rows by the estimates of all rows."""
-    if type(norm) in (nn.BatchNorm1d, gnn.InstanceNorm, gnn.GraphNorm):
-        names = ("weight", "bias", "mean_scale")
-        weights = (getattr(norm, name, None) for name in names)
-        dtype = float_of(rows.dtype)
-        given = [None if one is None else one.to(dtype) for one in weights]
-        normalised: Tensor = cast(Any, _ScaledByChannel).apply(rows, *given, norm.eps, part)
+    if type(norm) in _SCALED:
+        weights = _weights(norm, float_of(rows.dtype))
+        normalised: Tensor = cast(Any, _ScaledByChannel).apply(rows, *weights, norm.eps, part)
         return normalised
     rows, mean, var = cast(Any, _Estimated).apply(rows, part)
     return _normalize(norm, rows, mean, var)
+
+
+def _weights(norm: Any, dtype: torch.dtype) -> list[Tensor | None]:
+    found = (getattr(norm, name, None) for name in ("weight", "bias", "mean_scale"))
+    return [None if one is None else one.to(dtype) for one in found]
 
 
 class _Estimated(torch.autograd.Function):
@@ -215,7 +220,7 @@ class _Estimated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, None]:
         moments, chunk, shards = ctx.part
-        by_var, by_mean = moments.factors = moments.factors or moments.slopes()
+        by_var, by_mean = moments.factors
         of_square = (-2 * var, by_var[chunk]), (-mean, by_mean[chunk])
         shift, slope = moments.add_grad(chunk, -mean, of_square, shards)
         (away,) = ctx.saved_tensors
@@ -260,7 +265,6 @@ class _ScaledByChannel(torch.autograd.Function):
             )
         else:  # the kernel divides by the number of rows
             own, of_weight, of_bias = away.clone(), *torch.zeros_like(moments.table[chunk, :2])
-        moments.factors = moments.factors or _factors(moments, weight, mean_scale)
         by_mean, of_first, of_second, *more = (one[chunk] for one in moments.factors)
         scaled, of_scale = torch.mul(of_bias, by_mean), None
         of_mean = scaled
@@ -278,15 +282,20 @@ class _ScaledByChannel(torch.autograd.Function):
         return own, *of_weights, of_scale, None, None
 
 
-def _factors(
-    moments: RowMoments, weight: Tensor | None, mean_scale: Tensor | None
-) -> tuple[Tensor, ...]:
-    """Return what backward multiplies gradients by, `[num_chunks, channels]` each.
+@torch.no_grad()
+def _prepare(norm: Any, moments: RowMoments) -> tuple[Tensor, ...]:
+    """Update running statistics; return what backward multiplies by, `[num_chunks, channels]` each.
 
     Gradients of the bias, for minus that of the mean; of the weight, and of the bias or mean, for
-    `RowMoments.add_grad`; for GraphNorm of the weight by KEPT, and minus WHOLE.
+    `RowMoments.add_grad`; for GraphNorm of the weight by KEPT, and minus WHOLE. For norms that are
+    not scaled by channel `RowMoments.slopes`.
     """
+    if moments.is_complete:
+        update_running(norm, *moments.present())
     by_var, by_mean = moments.slopes()
+    if type(norm) not in _SCALED:
+        return by_var, by_mean
+    weight, _, mean_scale = _weights(norm, moments.center.dtype)
     var = moments.table[:, VAR if mean_scale is None else NORM_VAR]
     by_root, by_square = var.rsqrt(), var.reciprocal()
     if weight is not None:

@@ -19,7 +19,7 @@ of F now and then, four rows of one tensor: as many operations for any number of
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -89,6 +89,8 @@ class RowMoments:
         self.table = center.new_zeros(num_chunks, 13, width)
         self._own_grad, self._grads = center.new_zeros(2, width), center.new_zeros(2, width)
         self._shares: Tensor | None = None  # see `share_of_rows`; None: counts are not known yet
+        self.prepare: Callable[[RowMoments], Sequence[Tensor]] | None = None  # `factors`
+        self._factors: Sequence[Tensor] = ()  # the memory of `factors`
 
     def load(self, means: Tensor | None, total: Tensor, center: Tensor) -> None:
         """Take up the last step's statistics.
@@ -112,7 +114,7 @@ class RowMoments:
     def _clear(self) -> None:
         self._runs: dict[int, Tensor] = {}  # this step's chunks: the third of `share_of_rows`
         self._num_run = 0  # rows of F
-        self.factors: tuple[Tensor, ...] = ()  # what norms compute once for all chunks' backward
+        self.factors: Sequence[Tensor] = ()  # what norms compute once for all chunks' backward
         self._pool.zero_()
         self._grads.zero_()
 
@@ -203,6 +205,17 @@ class RowMoments:
     def is_complete(self) -> bool:
         return len(self._runs) == self.num_chunks
 
+    def after_forward(self) -> None:
+        """Prepare the backward phase."""
+        if self.prepare is None or not self._runs:
+            return
+        found = self.prepare(self)
+        if len(self._factors) != len(found):
+            self._factors = found
+        for kept, new in zip(self._factors, found, strict=True):
+            kept.copy_(new)
+        self.factors = self._factors
+
     def present(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean, variance and number of the rows of all chunks that have run."""
         first, second = self._pool[0]
@@ -233,6 +246,10 @@ class MomentStore:
     def begin_step(self, order: StepOrder) -> None:
         for one in self.calls.values():
             one.begin_step(order)
+
+    def after_forward(self) -> None:
+        for one in self.calls.values():
+            one.after_forward()
 
     def keep(
         self, key: Hashable, rows: Tensor, counts: Sequence[int] | None

@@ -113,6 +113,7 @@ class HistoryStore:
                 entry.restore_snapshot()
 
     def after_forward(self, *, takes_snapshot: bool) -> None:
+        self.moments.after_forward()
         if takes_snapshot:
             for entry in self._entries.values():
                 entry.take_snapshot()
