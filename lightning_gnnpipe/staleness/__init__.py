@@ -14,11 +14,11 @@ from lightning_gnnpipe.staleness.moments import (
     mean_and_var,
     sums_by_chunk,
 )
-from lightning_gnnpipe.staleness.order import StepOrder, without_waiting
 from lightning_gnnpipe.staleness.store import (
     NEVER,
     HistoryStore,
     ShardLink,
     Staleness,
     StalenessRecorder,
+    StepOrder,
 )

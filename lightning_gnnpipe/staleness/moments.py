@@ -20,13 +20,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.staleness.order import StepOrder, share_of_rows
+if TYPE_CHECKING:
+    from lightning_gnnpipe.staleness.store import StepOrder
 
+FLOOR = 32.0  # unchanged rows assumed in means of rows: few rows say little about all
 _TINY = 1e-12  # the least variance: a channel may be constant
 
 
@@ -66,6 +69,25 @@ RATIO, VAR, CHANGE, ROOT, MEAN, NOW, THEN, SPREAD, SPREAD_THEN = range(9)
 WHOLE, KEPT, NORM_MEAN, NORM_VAR = range(9, 13)
 
 
+def _share_of_rows(count: int, num_run: int, num_rows: int) -> tuple[float, float, float]:
+    """Return three factors for statistics over `num_run` of `num_rows` rows, `count` just added.
+
+    The share of the new rows; how many rows of `FLOOR` a row that has run stands beside, none at
+    the last chunk; and minus the share of one row.
+    """
+    num_run = max(num_run, 1)
+    return count / num_run, FLOOR * (1 - num_run / max(num_rows, 1)) / num_run, -1 / num_run
+
+
+def _shares(counts: Sequence[int], order: Sequence[int]) -> Tensor:
+    """Return `_share_of_rows` by chunk, `[num_chunks, 3]`."""
+    num_run, found = 0, torch.empty(len(counts), 3, dtype=torch.float64, device="cpu")
+    for chunk in order:
+        num_run += counts[chunk]
+        found[chunk] = found.new_tensor(_share_of_rows(counts[chunk], num_run, sum(counts)))
+    return found
+
+
 class RowMoments:
     """Statistics of one call of a norm, over several steps.
 
@@ -88,7 +110,7 @@ class RowMoments:
         self._pool = center.new_zeros(2, 2, width)  # of F, see `_means`
         self.table = center.new_zeros(num_chunks, 13, width)
         self._own_grad, self._grads = center.new_zeros(2, width), center.new_zeros(2, width)
-        self._shares: Tensor | None = None  # see `share_of_rows`; None: counts are not known yet
+        self._shares: Tensor | None = None  # see `_share_of_rows`; None: counts are not known yet
         self.prepare: Callable[[RowMoments], Sequence[Tensor]] | None = None  # `factors`
         self._factors: Sequence[Tensor] = ()  # the memory of `factors`
 
@@ -112,13 +134,22 @@ class RowMoments:
         torch.add(self.var, _TINY, out=self._least)
 
     def _clear(self) -> None:
-        self._runs: dict[int, Tensor] = {}  # this step's chunks: the third of `share_of_rows`
+        self._runs: dict[int, Tensor] = {}  # this step's chunks: the third of `_share_of_rows`
         self._num_run = 0  # rows of F
         self.factors: Sequence[Tensor] = ()  # what norms compute once for all chunks' backward
         self._pool.zero_()
         self._grads.zero_()
 
     def begin_step(self, order: StepOrder) -> None:
+        """Begin a step of chunks in `order`."""
+        self._keep_step()
+        self._shares = None
+        if self._is_known and not self.is_of_messages:
+            counts = (*self._counts,)
+            compute = partial(_shares, counts, order.chunks)
+            self._shares = order.kept(counts, self.center, compute)
+
+    def _keep_step(self) -> None:
         """Keep this step's means as the last step's if all chunks have run."""
         if self.is_complete:
             means, num_rows = self._means[0], sum(self._counts)
@@ -130,8 +161,6 @@ class RowMoments:
             self._means.copy_(torch.stack([means[:, 0] - shift, square], 1))
             self._take(num_rows, center, second + shift * (shift - 2 * first))
             self._is_known = True
-        is_fixed = self._is_known and not self.is_of_messages
-        self._shares = order.shares((*self._counts,), self.center) if is_fixed else None
         self._clear()
 
     def add(self, chunk: int, rows: Tensor, eps: float, shards: Any) -> Tensor:
@@ -156,7 +185,7 @@ class RowMoments:
         self._counts[chunk] = count
         self._num_run = num_run = self._num_run + count
         if self._shares is None:
-            shares = away.new_tensor(share_of_rows(count, num_run, self.num_rows))
+            shares = away.new_tensor(_share_of_rows(count, num_run, self.num_rows))
         else:
             shares = self._shares[chunk]
         share, floor, self._runs[chunk] = shares
@@ -224,7 +253,7 @@ class RowMoments:
 
     def save(self) -> dict[str, Tensor | None]:
         """Return the arguments of `MomentStore.load`; call between two steps."""
-        self.begin_step(StepOrder(self.num_chunks))
+        self._keep_step()
         var, known = self.var, self._means[1]
         counts = known.new_tensor(self._counts).view(-1, 1, 1).expand_as(known[:, :1])
         total = torch.stack([torch.full_like(var, self.num_rows), torch.zeros_like(var), var])

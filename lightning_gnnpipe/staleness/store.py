@@ -17,8 +17,7 @@ from torch import Tensor
 from lightning_gnnpipe.graph import Chunk
 from lightning_gnnpipe.staleness.copies import HostCopies, Wait, done
 from lightning_gnnpipe.staleness.method import HistoryOptions
-from lightning_gnnpipe.staleness.moments import MomentStore, float_of
-from lightning_gnnpipe.staleness.order import StepOrder
+from lightning_gnnpipe.staleness.moments import FLOOR, MomentStore, float_of
 
 NEVER = -1
 _DEFAULTS = HistoryOptions()
@@ -113,7 +112,8 @@ class HistoryStore:
                 entry.restore_snapshot()
 
     def after_forward(self, *, takes_snapshot: bool) -> None:
-        self.moments.after_forward()
+        if self.moments.calls:
+            self.moments.after_forward()
         if takes_snapshot:
             for entry in self._entries.values():
                 entry.take_snapshot()
@@ -226,7 +226,8 @@ class HistoryStore:
             rows = entry.old if self.order.is_stale(chunk.index, source) else entry.rows
             assert rows is not None
             self._select(rows, positions, target)
-        self._move(chunk, out, None if entry.drift is None else entry.drift.seen[chunk.index])
+        if entry.drift is not None and not chunk.is_whole:
+            self._move(chunk, out, entry.drift.seen[chunk.index])
 
     def _move(self, chunk: Chunk, halo: Tensor, drift: Tensor | None) -> None:
         """Add the drift to stale halo rows, `[num_halo, *]`."""
@@ -327,6 +328,81 @@ class _History:
             self.rows.copy_(self.kept)
             self.written = list(self.kept_written)
             self.note_all()
+
+
+class StepOrder:
+    """Which chunks are stale for which in a step, as numbers in tensors.
+
+    A step writes new numbers to tensors that stay in place. So a chunk runs the same operations on
+    the same memory in each step, whatever the order.
+
+    Attributes:
+        chunks: In the order of the forward phase.
+        number: Of the order; a new one has a new number.
+    """
+
+    def __init__(self, num_chunks: int) -> None:
+        self.number, self._num_chunks = 0, num_chunks
+        self.chunks: tuple[int, ...] = ()
+        self._sizes: tuple[int, ...] = ()
+        self._numbers: dict[Hashable, tuple[int, Tensor]] = {}  # by name, dtype and device
+        self._owners: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the halo, which is kept
+        self.set(range(num_chunks), [1] * num_chunks)
+
+    def set(self, order: Sequence[int], sizes: Sequence[int]) -> None:
+        """Begin a step in `order`; `sizes`: nodes of each chunk, of all shards."""
+        if (*order,) == self.chunks and (*sizes,) == self._sizes:
+            return
+        self.chunks, self._sizes, self.number = (*order,), (*sizes,), self.number + 1
+        chunks = torch.tensor(self.chunks, device="cpu")
+        places = torch.empty_like(chunks)
+        places[chunks] = torch.arange(self._num_chunks, device="cpu")
+        self._places = places.tolist()
+        self._stale = (places > places.unsqueeze(1)).double()  # `[reader, source]`
+        num_run = torch.tensor(sizes, dtype=torch.float64, device="cpu")[chunks].cumsum(0)
+        self._by_drift = self._stale / (FLOOR + num_run)[places].unsqueeze(1)
+
+    def is_stale(self, reader: int, source: int) -> bool:
+        """Whether `reader` runs before `source`."""
+        return self._places[reader] < self._places[source]
+
+    def by_drift(self, reader: int, like: Tensor) -> Tensor:
+        """Return by source chunk the factor of the drift for stale rows, else 0, `[num_chunks]`.
+
+        The drift is the change of all rows that have run; the factor makes it a mean.
+        """
+        return self.kept("drift", like, lambda: self._by_drift)[reader]
+
+    def halo_by_drift(self, chunk: Chunk, like: Tensor) -> Tensor:
+        """Return `by_drift` of each halo row, `[num_halo]`."""
+        key = id(chunk.halo)
+        if key not in self._owners:
+            counts = torch.tensor(chunk.halo_counts, device="cpu")
+            owners = torch.tensor(chunk.halo_chunks, device="cpu").repeat_interleave(counts)
+            self._owners[key] = chunk.halo, without_waiting(owners, like.device)
+        owners = self._owners[key][1]
+        return self.kept(key, like, lambda: self.by_drift(chunk.index, like)[owners])
+
+    def has_run(self, source: int, like: Tensor) -> Tensor:
+        """Return by chunk 1 if it reads fresh rows of `source`, else 0, `[num_chunks]`."""
+        return self.kept("fresh", like, lambda: 1 - self._stale.t())[source]
+
+    def kept(self, key: Hashable, like: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        """Return numbers of this order, with dtype and device of `like`, always in one place."""
+        key = key, like.dtype, like.device
+        number, kept = self._numbers.get(key, (0, None))
+        if kept is None or number != self.number:
+            values = compute().to(like.dtype)
+            kept = like.new_empty(values.shape) if kept is None else kept
+            is_here = values.device == kept.device
+            kept.copy_(values if is_here else without_waiting(values, kept.device))
+            self._numbers[key] = self.number, kept
+        return kept
+
+
+def without_waiting(small: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on `device`; from pinned memory the host need not wait."""
+    return small.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else small
 
 
 class GradientBuffer:
