@@ -245,6 +245,11 @@ class StrategyOptions:
             )
         return left, shards
 
+    @property
+    def has_free_chunks(self) -> bool:
+        """Whether neither num_chunks nor a partition says how many chunks a graph has."""
+        return self.num_chunks == "auto" and isinstance(self.partition, str)
+
     def expect_num_chunks(self, num_stages: int) -> int:
         """Return K as far as it is known before the graph."""
         if isinstance(self.partition, Tensor):
@@ -269,7 +274,7 @@ class StrategyOptions:
 _DEFAULTS = {one.name: one.default for one in fields(StrategyOptions)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunOptions:
     """The options in one run.
 
@@ -278,20 +283,32 @@ class RunOptions:
         num_stages: Stages, S.
         seed: Of chunks, their order, and random numbers in layers; equal on all ranks.
         is_fitting: Whether the run trains.
+        chosen: Chunks of a graph with num_chunks="auto", once chosen by measured costs, by this run
+            or the one it resumes.
     """
 
     given: StrategyOptions
     num_stages: int
     seed: int = 0
     is_fitting: bool = True
+    chosen: int | None = None
 
     @property
     def num_chunks(self) -> int:
         """K as far as it is known before the graph; the most micro-batches of a batch."""
-        return self.given.expect_num_chunks(self.num_stages)
+        given = self.given.expect_num_chunks(self.num_stages)
+        return self.chosen if self.chosen is not None and self.given.has_free_chunks else given
+
+    @property
+    def measures_chunks(self) -> bool:
+        """Whether measured costs choose K; in deterministic runs they do not, as they vary."""
+        is_free = self.given.has_free_chunks and self.chosen is None
+        return is_free and not torch.are_deterministic_algorithms_enabled()
 
     def count_chunks(self, num_nodes: int) -> int:
         """Return K for a graph; raise ConfigError if it is out of range or not the partition's."""
+        if self.given.has_free_chunks:
+            return min(self.num_chunks, num_nodes)
         return self.given.count_chunks(self.num_stages, num_nodes)
 
 

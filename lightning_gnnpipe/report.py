@@ -156,10 +156,14 @@ def compare_weights(sent: Mapping[Weights, int]) -> str:
     )
 
 
-def compare_times(costs: Sequence[float], num_chunks: int, num_shards: int) -> str:
-    """Return seconds of computing on these stages, and on one device, by `costs` of stages."""
-    share = (num_chunks + len(costs) - 1) / num_chunks / num_shards
+def compare_times(times: Mapping[int, float], num_shards: int, alone_s: float) -> str:
+    """Return seconds of computing a step, and of one device with one chunk, `alone_s`.
+
+    `times`: by number of chunks, the used one first, of all shards together.
+    """
+    own, *more = [f"{seconds / num_shards:.3f} s in {n}" for n, seconds in times.items()]
+    compared = f" ({', '.join(more)})" if more else ""
     return (
-        f"Computing a step takes about {max(costs) * share:.3f} s in {num_chunks} chunks, and "
-        f"{sum(costs):.3f} s on one device with one chunk."
+        f"Computing a step takes about {own} chunks{compared}, and "
+        f"{alone_s:.3f} s on one device with one chunk."
     )

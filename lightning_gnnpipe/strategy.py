@@ -58,9 +58,11 @@ class GNNPipeStrategy(LightningStrategy):
             `gnnpipe plan` says which S and G are best for a number of devices.
         data_parallel: Replicas of the pipeline, R, for batches of graphs. They train on different
             batches and average their gradients, as in DDP. There are R x S x G processes.
-        num_chunks: Chunks of the graph, K, at most the number of nodes. "auto": 4 per stage. With 1
-            nothing overlaps and nothing is stale. Of a batch of many graphs: micro-batches, at most
-            the number of graphs with nodes.
+        num_chunks: Chunks of the graph, K, at most the number of nodes. With 1 nothing overlaps and
+            nothing is stale. Of a batch of many graphs: micro-batches, at most the number of graphs
+            with nodes. "auto": 1 to 16 per stage, the fastest by costs that are measured to balance
+            stages; a resumed run keeps it. 4 per stage for batches, where nothing is measured, and
+            in `Trainer(deterministic=True)`: costs differ between runs.
         partition: Assigns nodes to chunks: "metis", "random", "contiguous", or an integer tensor
             `[num_nodes]` with the chunk of each node.
         cross_chunk_edges: "keep" is the method of the paper. "drop" trains without the edges

@@ -19,7 +19,7 @@ from typing import Literal
 
 from torch import Tensor
 
-CHUNKS_PER_STAGE = 4  # num_chunks="auto"; as in all experiments of GNNPipe (arXiv 2308.10087)
+CHUNKS_PER_STAGE = 4  # unless costs choose; as in all experiments of GNNPipe (arXiv 2308.10087)
 
 PartitionMethod = Literal["metis", "random", "contiguous"]
 Partition = PartitionMethod | Tensor

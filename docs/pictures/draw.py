@@ -195,7 +195,7 @@ def draw_bubble() -> Picture:
         end = place(most_chunks, shares[most_chunks])
         picture.text((end[0] + 10, end[1]), f"S = {stages}", 13, colour, "start", is_bold=True)
     picture.dot((left + 330, top + 14), 5, MUTED)
-    picture.text((left + 342, top + 14), 'num_chunks="auto": K = 4 S', 12, MUTED, "start")
+    picture.text((left + 342, top + 14), "K = 4 S", 12, MUTED, "start")
     return picture
 
 

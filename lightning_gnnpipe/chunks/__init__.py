@@ -1,6 +1,12 @@
 """One rank's part of a step: chunks forward, then backward; and the costs of layers."""
 
-from lightning_gnnpipe.chunks.costs import LayerCost, StepCosts, measure_layers, now
+from lightning_gnnpipe.chunks.costs import (
+    LayerCost,
+    StepCosts,
+    chunks_to_compare,
+    measure_layers,
+    now,
+)
 from lightning_gnnpipe.chunks.inputs import BatchInputs, PassInputs, PlannedInputs
 from lightning_gnnpipe.chunks.step import (
     PassSpec,

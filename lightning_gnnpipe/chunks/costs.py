@@ -7,7 +7,7 @@ that it has to itself: the model's histories never exist together.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -50,6 +50,7 @@ class LayerCost:
         saved_bytes: Bytes that autograd keeps between forward and backward.
         history_bytes: Bytes of its histories and gradient buffers, with more than one chunk.
         pushed: Entries of one node's row in each of its histories.
+        chunk_s: Seconds that one more chunk adds; 0 if not measured.
     """
 
     forward_s: float
@@ -57,6 +58,7 @@ class LayerCost:
     saved_bytes: int
     history_bytes: int = 0
     pushed: tuple[int, ...] = ()
+    chunk_s: float = 0.0
 
     @property
     def compute_s(self) -> float:
@@ -66,10 +68,14 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """Costs of a training step over all nodes: of layers, and of recomputing values, by name."""
+    """Costs of a training step over all nodes: of layers, and of recomputing values, by name.
+
+    They are measured in `num_chunks` chunks.
+    """
 
     layers: tuple[LayerCost, ...]
     repeats: dict[str, LayerCost]
+    num_chunks: int = 1
 
     def of(self, stage: Stage) -> list[LayerCost]:
         """Return the costs of all that `stage` computes."""
@@ -83,6 +89,45 @@ class StepCosts:
         again = {name: cost.compute_s for name, cost in self.repeats.items()}
         costs = [cost.compute_s for cost in self.layers]
         return solve_balance(costs, num_stages, repeat_costs(layers, repeated, again))
+
+    def with_overhead(self, finer: StepCosts) -> StepCosts:
+        """Return these costs with what one more chunk adds, by the costs in more chunks.
+
+        A layer takes `a K + b` seconds in K chunks, and neither a nor b is negative.
+        """
+
+        def compare(one: LayerCost, other: LayerCost) -> LayerCost:
+            chunk_s = (other.compute_s - one.compute_s) / (finer.num_chunks - self.num_chunks)
+            return replace(one, chunk_s=min(max(chunk_s, 0.0), one.compute_s / self.num_chunks))
+
+        layers = tuple(map(compare, self.layers, finer.layers))
+        repeats = {name: compare(one, finer.repeats[name]) for name, one in self.repeats.items()}
+        return replace(self, layers=layers, repeats=repeats)
+
+    def compute_s(self, costs: Iterable[LayerCost], num_chunks: int) -> float:
+        """Return the seconds of computing layers of these `costs` in `num_chunks` chunks."""
+        more = num_chunks - self.num_chunks
+        return sum(one.compute_s + more * one.chunk_s for one in costs)
+
+    def step_s(self, stages: Sequence[Stage], num_chunks: int) -> float:
+        """Return the seconds of computing a step on `stages` in `num_chunks` chunks."""
+        slowest_s = max(self.compute_s(self.of(stage), num_chunks) for stage in stages)
+        return slowest_s * (num_chunks + len(stages) - 1) / num_chunks
+
+    def choose_num_chunks(self, stages: Sequence[Stage], num_nodes: int) -> int:
+        """Return the number of chunks that is fastest on these stages.
+
+        Of numbers that take at most 5 % longer, the smallest: its embeddings are the least stale.
+        """
+        numbers = chunks_to_compare(len(stages), num_nodes)
+        times = {number: self.step_s(stages, number) for number in numbers}
+        return next(n for n in numbers if times[n] <= 1.05 * min(times.values()))
+
+
+def chunks_to_compare(num_stages: int, num_nodes: int) -> list[int]:
+    """Return the numbers of chunks that num_chunks="auto" may choose: 1 to 16 a stage."""
+    numbers = (num_stages << power for power in range(5))
+    return [number for number in numbers if number <= num_nodes] or [num_nodes]
 
 
 _MOST_RUNS = 5
@@ -142,7 +187,7 @@ def measure_layers(
     rows = zip(found.tolist(), held, strict=True)
     costs = [LayerCost(ahead, back, round(saved), *more) for (ahead, back, saved), more in rows]
     again = dict(zip(layers.repeatable, costs[len(layers.segments) :], strict=True))
-    return StepCosts(tuple(costs[: len(layers.segments)]), again)
+    return StepCosts(tuple(costs[: len(layers.segments)]), again, plan.num_chunks)
 
 
 class _OwnMoments(MomentStore):

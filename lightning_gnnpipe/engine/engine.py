@@ -28,7 +28,7 @@ from lightning_gnnpipe.engine.identity import InputIdentity, InputKey
 from lightning_gnnpipe.engine.known_graphs import GraphCache
 from lightning_gnnpipe.engine.passes import Passes, RunningStatistics
 from lightning_gnnpipe.engine.resume import RankHistories, RunState, SavedRun, save_rank
-from lightning_gnnpipe.graph import ContentNumbers, fold
+from lightning_gnnpipe.graph import ContentNumbers, check_graph, fold
 from lightning_gnnpipe.methods import PipelinedMethod
 from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.staleness import HistoryStore
@@ -214,6 +214,7 @@ class PipelineEngine:
             self._passes.input_states(),
             stale_norms=tuple(sorted(self.statistics.stale)),
             num_random_inputs=self.identity.num_random,
+            chosen_chunks=self.options.chosen,
         )
         return state.without_histories() if self._is_lost else state
 
@@ -238,14 +239,17 @@ class PipelineEngine:
         self._saved, state = saved, saved.state
         self.num_training_passes = state.num_training_passes
         self.statistics.stale = set(state.stale_norms)
-        self.model.preferred = state.stage_layers
+        self.model.preferred, self.options.chosen = state.stage_layers, state.chosen_chunks
 
     def _train(self, call: Call, inputs: Inputs, key: InputKey | None, agreed: Facts) -> Any:
         """Run the forward phase; autograd runs the backward phase at the outputs."""
         self._state.begin()
         is_resumed = self._take_saved()
         if key is not None and self.graphs.trained is None:
-            self.graphs.cut(key.graph, inputs)  # layers are measured on its chunks
+            if self.options.given.has_free_chunks:  # measured layers say how many
+                check_graph(inputs.edge_index, inputs.num_nodes)
+            else:
+                self.graphs.cut(key.graph, inputs)  # layers are measured on its chunks
         mode = self._passes.mode(call, inputs, key)
         if key is not None:
             return self._train_on_graph(mode, call, inputs, key, agreed, is_resumed=is_resumed)

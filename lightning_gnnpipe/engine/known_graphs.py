@@ -192,13 +192,14 @@ class GraphCache:
         """Whether training may use several chunks or shards for this graph."""
         return self._options.count_chunks(inputs.num_nodes) * self._transport.mesh.num_shards > 1
 
-    def plan_to_measure(self, fingerprint: int, inputs: Inputs) -> ChunkPlan:
-        """Return a plan with as many chunks as in training, without METIS."""
-        cut = self._graphs.get((fingerprint, True))
-        if cut is not None and cut.plan.shard is None:
+    def plan_to_measure(
+        self, fingerprint: int, inputs: Inputs, num_chunks: int | None = None
+    ) -> ChunkPlan:
+        """Return a plan with as many chunks as in training, or `num_chunks`, without METIS."""
+        cut, num_nodes = self._graphs.get((fingerprint, True)), inputs.num_nodes
+        if cut is not None and cut.plan.shard is None and num_chunks is None:
             return cut.plan
-        num_nodes = inputs.num_nodes
-        num_chunks = self._options.count_chunks(num_nodes)
+        num_chunks = num_chunks or self._options.count_chunks(num_nodes)
         edge_index = inputs.edge_index.cpu()
         check_graph(edge_index, num_nodes)
         chunks = partition_nodes(edge_index, num_nodes, num_chunks=num_chunks, method="contiguous")

@@ -72,11 +72,17 @@ class Passes:
 
         def measure(layers: Layers) -> StepCosts:
             module, histories = self._model.module, self._graphs.histories
+
+            def on(plan: ChunkPlan | BatchPlan) -> StepCosts:
+                return measure_layers(module, layers, plan, call, inputs, histories)
+
             if key is None:
-                plan: ChunkPlan | BatchPlan = self._plan_batch(inputs)
-            else:
-                plan = self._graphs.plan_to_measure(key.graph, inputs)
-            return measure_layers(module, layers, plan, call, inputs, histories)
+                return on(self._plan_batch(inputs))
+            found = on(self._graphs.plan_to_measure(key.graph, inputs))
+            most = min(4 * found.num_chunks, inputs.num_nodes)
+            if not self._options.measures_chunks or most == found.num_chunks:
+                return found
+            return found.with_overhead(on(self._graphs.plan_to_measure(key.graph, inputs, most)))
 
         return self._model.mode(call, inputs, measure, also_train=self._options.is_fitting)
 

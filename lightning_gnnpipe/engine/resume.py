@@ -19,7 +19,7 @@ from lightning_gnnpipe.errors import CheckpointError, Fallbacks
 from lightning_gnnpipe.passing import CallKey
 from lightning_gnnpipe.staleness import name_method
 
-_VERSION = 19
+_VERSION = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class RunState:
     """State of a run between two steps, without weights and rows.
 
     `inputs`: the least recently used first. For the norm and random fields see
-    `RunningStatistics` and `InputIdentity`.
+    `RunningStatistics` and `InputIdentity`, for `chosen_chunks` `RunOptions`.
     """
 
     seed: int
@@ -48,6 +48,7 @@ class RunState:
     inputs: tuple[InputState, ...]
     stale_norms: tuple[str, ...]
     num_random_inputs: int
+    chosen_chunks: int | None
     version: int = _VERSION
 
     @property

@@ -264,7 +264,7 @@ def check_num_chunks(num_chunks: int, num_nodes: int) -> None:
         raise ConfigError(
             expected=f"'num_chunks' to be between 1 and the number of nodes, {num_nodes}",
             found=str(num_chunks),
-            remedy="Leave it at 'auto' for 4 chunks per stage.",
+            remedy="Leave it at 'auto'.",
         )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind, is_of_pairs
-from lightning_gnnpipe.chunks import StepCosts
+from lightning_gnnpipe.chunks import StepCosts, chunks_to_compare
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
 from lightning_gnnpipe.graph import text_fingerprint
@@ -24,7 +24,7 @@ from lightning_gnnpipe.layers import find_layers, tracks_statistics, without_mem
 from lightning_gnnpipe.methods import own_methods, raising_own_errors
 from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.passing import Matrices
-from lightning_gnnpipe.report import Split
+from lightning_gnnpipe.report import Split, compare_times
 from lightning_gnnpipe.stages import (
     OF_LIBRARY,
     OF_USERS,
@@ -60,7 +60,7 @@ _TRACED_ANEW = (
 Key = tuple[Hashable, State]  # see `_trace_key`
 Check = Callable[[Layers, Call, Inputs], None]
 Measure = Callable[[Layers], StepCosts]  # measures the layers of a new module
-OnSplit = Callable[[Split, list[float]], None]
+OnSplit = Callable[[Split, list[float], str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class PipelinedModel:
         self._check, self._is_cut, self._modes = check, is_cut, dict[Key, Mode]()
         self._num_changes, self._given = 0, dict[str, str]()  # the latter: plain arguments
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
-        self.on_split: OnSplit | None = None  # called with the seconds of each stage
+        self.on_split: OnSplit | None = None  # with seconds of each stage, and of a step
         self.costs: StepCosts | None = None  # once measured
         self.stage_layers: tuple[int, ...] = ()  # number of layers of each stage, once assigned
         self.preferred: tuple[int, ...] = ()  # layers per stage, if they fit, not measured ones
@@ -362,13 +362,19 @@ class PipelinedModel:
         )
 
     def _tell_split(self, modes: Sequence[Mode], inputs: Inputs) -> None:
-        stages = modes[0].stages
+        stages, num_shards = modes[0].stages, self._transport.mesh.num_shards
         if self.on_split is not None:
-            costs = [] if self.costs is None else list(map(self.costs.of, stages))
+            costs, text = list[float](), ""
+            if (found := self.costs) is not None:
+                num_chunks, layers = self._options.num_chunks, found.layers
+                costs = [found.compute_s(found.of(stage), num_chunks) for stage in stages]
+                compares = any(one.chunk_s for one in layers)
+                numbers = chunks_to_compare(len(stages), inputs.num_nodes) if compares else []
+                times = {n: found.step_s(stages, n) for n in (num_chunks, *numbers)}
+                text = compare_times(times, num_shards, found.compute_s(layers, 1))
             users = find_users([stage for mode in modes for stage in mode.stages], self.module)
-            num_shards, num_rows = self._transport.mesh.num_shards, inputs.num_rows
-            split = Split(self.module, modes[0].layers, stages, users, num_shards, num_rows)
-            self.on_split(split, [sum(c.compute_s for c in one) for one in costs])
+            split = Split(self.module, modes[0].layers, stages, users, num_shards, inputs.num_rows)
+            self.on_split(split, costs, text)
         is_idle = self._options.given.repeat_encoder is True and not any(s.repeated for s in stages)
         if is_idle and len(stages) > 1:
             why = "mixes rows" if inputs.graphs is None else "is of a batch of graphs"
@@ -383,15 +389,22 @@ class PipelinedModel:
         if not isinstance(balance, str):
             return check_counts(balance, num_layers, num_stages)
 
-        def by_costs() -> tuple[int, ...]:
-            self.costs = self.costs or measure(layers)
-            return self.costs.assign_layers(layers, num_stages, self._repeated(layers, inputs))
+        def by_costs() -> tuple[tuple[int, ...], int | None]:
+            costs = self.costs = self.costs or measure(layers)
+            repeated, chosen = self._repeated(layers, inputs), self._options.chosen
+            counts = costs.assign_layers(layers, num_stages, repeated)
+            if inputs.graphs is None and self._options.measures_chunks:
+                stages = split_layers(layers, counts, repeated)
+                chosen = costs.choose_num_chunks(stages, inputs.num_nodes)
+            return counts, chosen
 
         if balance == "measured" and self._options.is_fitting:
             if (len(self.preferred), sum(self.preferred)) == (num_stages, num_layers):
                 return self.preferred
             if 1 < num_stages < num_layers:
-                return self._transport.everyone.run_on_first(by_costs)  # equal in all replicas
+                # Equal in all replicas.
+                counts, self._options.chosen = self._transport.everyone.run_on_first(by_costs)
+                return counts
         return solve_balance([1.0] * num_layers, num_stages)
 
 

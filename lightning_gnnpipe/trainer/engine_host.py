@@ -26,7 +26,7 @@ from lightning_gnnpipe.errors import ConfigError, Fallbacks, UnsupportedError
 from lightning_gnnpipe.layers import check_support
 from lightning_gnnpipe.options import RunOptions, StrategyOptions
 from lightning_gnnpipe.passing import replace_attributes
-from lightning_gnnpipe.report import Split, compare_times, compare_weights, stage_table
+from lightning_gnnpipe.report import Split, compare_weights, stage_table
 from lightning_gnnpipe.stages import as_written, find_pipelined, refuse_uncalled
 from lightning_gnnpipe.steps import Controls, StagedWeights
 from lightning_gnnpipe.trainer import _compat
@@ -143,7 +143,7 @@ class EngineHost:
         self._patched.enter_context(self._replicas.computing_metrics(module))
         has_summary = any(isinstance(one, ModelSummary) for one in callbacks)
         if is_fitting and trainer.is_global_zero:
-            tell = partial(_print_stages, trainer, options, run_options.num_chunks)
+            tell = partial(_print_stages, trainer, options)
             engine.model.on_split = partial(tell, is_quiet=not has_summary)
 
     def check_training(self, optimizers: Sequence[Optimizer]) -> None:
@@ -284,15 +284,16 @@ class EngineHost:
 def _print_stages(
     trainer: pl.Trainer,
     options: StrategyOptions,
-    num_chunks: int,
     split: Split,
     costs: Sequence[float],
+    times: str,
     *,
     is_quiet: bool,
 ) -> None:
     """Print the table of stages without breaking the progress bar; `costs`: seconds by stage.
 
-    Warn if gradients of weights are a large part of what is sent.
+    `times`: what a step takes; "" if not measured. Warn if gradients of weights are a large part of
+    what is sent.
     """
     root = trainer.lightning_module
     sent = split.step_bytes(root, get_codecs(options.cut_codec))
@@ -305,9 +306,8 @@ def _print_stages(
         )
     if is_quiet:
         return
-    lines = [stage_table(split, root, costs)]
-    lines += [compare_times(costs, num_chunks, split.num_shards)] if costs else []
-    text = "\n".join([*lines, *([compare_weights(sent)] if len(split.stages) > 1 else [])])
+    last = compare_weights(sent) if len(split.stages) > 1 else ""
+    text = "\n".join(filter(None, [stage_table(split, root, costs), times, last]))
     bar = trainer.progress_bar_callback
     if isinstance(bar, TQDMProgressBar) and bar.is_enabled:
         bar.print(text)

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch_geometric import nn as gnn
 
 from lightning_gnnpipe.calls import classify, flatten_call
-from lightning_gnnpipe.chunks import costs
+from lightning_gnnpipe.chunks import LayerCost, StepCosts, costs
 from lightning_gnnpipe.graph import plan_from_assignment
-from lightning_gnnpipe.stages import cut_module
+from lightning_gnnpipe.options import RunOptions, StrategyOptions
+from lightning_gnnpipe.report import compare_times
+from lightning_gnnpipe.stages import cut_module, split_layers
 from lightning_gnnpipe.staleness import HistoryOptions
 
 N, D, L = 300, 16, 16
@@ -72,3 +74,52 @@ def test_layers_of_other_widths_cost_what_they_take() -> None:
     layers, found = measure(Net((D, D, D, 64 * D, 64 * D, D)))
     assert found.layers[3].compute_s > 3 * found.layers[1].compute_s
     assert len(layers.segments) == 5
+
+
+def made_costs(layer_s: float, num_chunks: int) -> StepCosts:
+    return StepCosts((LayerCost(layer_s, 0.0, 0),) * L, {}, num_chunks)
+
+
+@pytest.mark.parametrize(
+    ("finer_s", "num_nodes", "chosen"),
+    [
+        (4.0, N, 2),  # four times as many chunks take four times as long: all is overhead
+        (9.0, N, 2),
+        (1.24, N, 8),  # 1 % more for each chunk: 4 chunks take 1.20 s, 8 take 1.125, 16 take 1.15
+        (1.0, N, 16),  # no overhead: 32 would be less than 5 % faster
+        (0.5, N, 16),
+        (1.0, 11, 8),
+        (1.0, 1, 1),
+    ],
+)
+def test_as_many_chunks_are_chosen_as_pay(finer_s: float, num_nodes: int, chosen: int) -> None:
+    layers, _ = measure(Net())
+    stages = split_layers(layers, (L // 2, L // 2))
+    found = made_costs(1.0, 8).with_overhead(made_costs(finer_s, 32))
+    assert found.choose_num_chunks(stages, num_nodes) == chosen
+    assert found.compute_s(found.layers, 8) == L
+    in_one = L * max(1 / 8, min(1.0, 1 - 7 * (finer_s - 1) / 24))
+    assert found.compute_s(found.layers, 1) == pytest.approx(in_one)
+
+
+def test_what_is_compared_is_told() -> None:
+    assert compare_times({4: 2.0, 2: 3.0, 8: 2.5}, 2, 3.0) == (
+        "Computing a step takes about 1.000 s in 4 chunks (1.500 s in 2, 1.250 s in 8), and "
+        "3.000 s on one device with one chunk."
+    )
+
+
+def test_the_number_of_chunks_that_is_given_or_needed_is_not_chosen() -> None:
+    def run(**given: Any) -> RunOptions:
+        return RunOptions(StrategyOptions(**given), 2, chosen=6)
+
+    assert [run().num_chunks, run().count_chunks(N), run().count_chunks(5)] == [6, 6, 5]
+    assert run(num_chunks=3).count_chunks(N) == 3
+    assert run(partition=torch.arange(N) % 7).count_chunks(N) == 7
+    fresh = RunOptions(StrategyOptions(), 2)
+    assert fresh.measures_chunks and fresh.count_chunks(N) == 8
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not fresh.measures_chunks
+    finally:
+        torch.use_deterministic_algorithms(False)

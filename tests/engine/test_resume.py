@@ -88,7 +88,7 @@ def test_a_history_is_kept_as_this_run_keeps_it() -> None:
 
 @pytest.mark.parametrize("change", [{"version": 99}, {"version": None}, {"seed": ...}])
 def test_a_state_in_another_format_is_refused(change: dict[str, object]) -> None:
-    state = RunState(1, 2, 3, (4, 5), 1, (), ("norm",), 0).as_dict() | change
+    state = RunState(1, 2, 3, (4, 5), 1, (), ("norm",), 0, 8).as_dict() | change
     state = {key: value for key, value in state.items() if value is not ...}
-    with pytest.raises(CheckpointError, match="the state of a pipeline in format 19"):
+    with pytest.raises(CheckpointError, match="the state of a pipeline in format 20"):
         RunState.of(state)

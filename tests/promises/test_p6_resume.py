@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import EmbeddingRefresh, StalenessWarmup
+from lightning_gnnpipe.chunks import StepCosts
 from lightning_gnnpipe.trainer.checkpoints import histories_folder
 from tests.helpers.cases import covering, slow
 from tests.helpers.realistic import realistic_graph
@@ -147,6 +148,26 @@ def test_p6_a_resumed_run_equals_an_undisturbed_one_bit_for_bit(
     second, whole = fit_in_two(tmp_path, **VARIANTS[variant], num_stages=num_stages)
     for name in ("state_dict", "optimizer_states", "lr_schedulers", "gnnpipe"):
         assert_same(second[name], whole[name], name)
+
+
+@pytest.mark.parametrize("num_stages", [2, slow(1)])
+def test_p6_a_run_goes_on_in_the_chunks_that_it_chose(
+    num_stages: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Both ranks of the first run have them."""
+    whole = fit(tmp_path / "whole", num_chunks="auto")
+    chosen = whole["gnnpipe"]["run"]["chosen_chunks"]
+    assert chosen in (2, 4, 8, 16, 32)
+    folder = histories_folder(saved(tmp_path / "whole", EPOCHS), whole["gnnpipe"]["histories"])
+    for rank in range(2):
+        stage = torch.load(folder / f"stage_{rank}.pt", weights_only=True)
+        assert {len(part["ends"]) for parts in stage.values() for part in parts} == {chosen}
+
+    monkeypatch.setattr(StepCosts, "choose_num_chunks", lambda *_: chosen + 1)
+    resume = saved(tmp_path / "whole")
+    found = fit(tmp_path / "second", num_chunks="auto", num_stages=num_stages, resume=resume)
+    assert found["gnnpipe"]["run"]["chosen_chunks"] == chosen
+    torch.testing.assert_close(found["state_dict"], whole["state_dict"], rtol=0, atol=1e-10)
 
 
 @pytest.mark.slow
