@@ -300,6 +300,14 @@ class RunOptions:
         return self.chosen if self.chosen is not None and self.given.has_free_chunks else given
 
     @property
+    def graph_chunks(self) -> int:
+        """K of a graph with enough nodes: 1 on one stage, where chunks only cost time."""
+        given = self.given
+        is_asked = not given.has_free_chunks or bool(given.of_chunks) or given.recompute
+        is_whole = self.num_stages == 1 and not is_asked and self.chosen is None
+        return 1 if is_whole else self.num_chunks
+
+    @property
     def measures_chunks(self) -> bool:
         """Whether measured costs choose K; in deterministic runs they do not, as they vary."""
         is_free = self.given.has_free_chunks and self.chosen is None
@@ -308,7 +316,7 @@ class RunOptions:
     def count_chunks(self, num_nodes: int) -> int:
         """Return K for a graph; raise ConfigError if it is out of range or not the partition's."""
         if self.given.has_free_chunks:
-            return min(self.num_chunks, num_nodes)
+            return min(self.graph_chunks, num_nodes)
         return self.given.count_chunks(self.num_stages, num_nodes)
 
 

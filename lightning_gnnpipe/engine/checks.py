@@ -94,7 +94,7 @@ class EngineChecks:
             self._tell_of_idle()
         else:
             check_replicas(mesh.num_replicas)
-            check_support(self._model.module, self._options.num_chunks, mesh.num_shards)
+            check_support(self._model.module, self._options.graph_chunks, mesh.num_shards)
         self._checked.add(has_graphs)
 
     def several_forwards(self, has_graphs: bool) -> None:
