@@ -309,8 +309,12 @@ class RunOptions:
 
     @property
     def measures_chunks(self) -> bool:
-        """Whether measured costs choose K; in deterministic runs they do not, as they vary."""
-        is_free = self.given.has_free_chunks and self.chosen is None
+        """Whether measured costs choose K.
+
+        Not in deterministic runs, as they vary, nor where few chunks would take the memory that
+        `recompute` spares.
+        """
+        is_free = self.given.has_free_chunks and self.chosen is None and not self.given.recompute
         return is_free and not torch.are_deterministic_algorithms_enabled()
 
     def count_chunks(self, num_nodes: int) -> int:

@@ -61,9 +61,9 @@ class GNNPipeStrategy(LightningStrategy):
         num_chunks: Chunks of the graph, K, at most the number of nodes. With 1 nothing overlaps and
             nothing is stale. Of a batch of many graphs: micro-batches, at most the number of graphs
             with nodes. "auto": 1 to 16 per stage, the fastest by costs that are measured to balance
-            stages; a resumed run keeps it. 4 per stage for batches, where nothing is measured, and
-            in `Trainer(deterministic=True)`: costs differ between runs. 1 on one stage, unless
-            `recompute` or another option that acts on chunks is given.
+            stages; a resumed run keeps it. 4 per stage for batches, with `recompute`, where nothing
+            is measured, and in `Trainer(deterministic=True)`: costs differ between runs. 1 on one
+            stage, unless an option that acts on chunks is given.
         partition: Assigns nodes to chunks: "metis", "random", "contiguous", or an integer tensor
             `[num_nodes]` with the chunk of each node.
         cross_chunk_edges: "keep" is the method of the paper. "drop" trains without the edges

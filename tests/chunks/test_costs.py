@@ -119,6 +119,7 @@ def test_the_number_of_chunks_that_is_given_or_needed_is_not_chosen() -> None:
     alone = [RunOptions(StrategyOptions(**one), 1) for one in ({}, {"recompute": True})]
     assert [one.count_chunks(N) for one in alone] == [1, 4]
     assert [one.num_chunks for one in alone] == [4, 4]  # micro-batches
+    assert not RunOptions(StrategyOptions(recompute=True), 2).measures_chunks
     fresh = RunOptions(StrategyOptions(), 2)
     assert fresh.measures_chunks and fresh.count_chunks(N) == 8
     torch.use_deterministic_algorithms(True)
