@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,13 +154,22 @@ class Step:
         if spec.recompute and spec.is_training:
             run_recomputed(*given, stage.sent)
         else:
-            run_segments(*given, self._unread)
+            with self._keeping_once(chunk):
+                run_segments(*given, self._unread)
         sent = [values[name] for name in stage.sent]
         for value, part in zip(self._sent, sent, strict=True):
             self._check_rows(chunk, value, part)
         if spec.is_training:
             self._states[chunk.index] = _ChunkState(list(received), leaves, sent)
         return sent
+
+    def _keeping_once(self, chunk: Piece) -> AbstractContextManager[None]:
+        """Keep what autograd saves and a history holds once within the block."""
+        context = self.spec.context
+        store = context.store if isinstance(context, MessageContext) else None
+        if store is None or not (self.spec.is_training and isinstance(chunk, Chunk)):
+            return nullcontext()
+        return store.keeping_once(chunk)
 
     def _differentiate(self, chunk: Piece, grads: Sequence[Tensor]) -> list[Tensor]:
         """Run autograd from gradients of sent tensors; return gradients of received ones."""

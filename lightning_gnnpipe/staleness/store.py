@@ -7,6 +7,7 @@ also collects, chunk by chunk, the mean drift of rows and, for callbacks, the st
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from lightning_gnnpipe.graph import Chunk
 from lightning_gnnpipe.staleness.copies import HostCopies, Wait, done
 from lightning_gnnpipe.staleness.method import HistoryOptions
 from lightning_gnnpipe.staleness.moments import FLOOR, MomentStore, float_of
+from lightning_gnnpipe.staleness.saved import LEAST_NODES, SavedRows
 
 NEVER = -1
 _DEFAULTS = HistoryOptions()
@@ -67,6 +69,7 @@ class HistoryStore:
         self.moments = MomentStore(num_chunks)
         self._copies = HostCopies(options.device)
         self._entries: dict[Hashable, _History] = {}
+        self._saved: SavedRows | None = None
         self._pushed: set[Hashable] = set()  # since the last forward phase of training
         self._halos: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the halo, which is kept alive
 
@@ -174,6 +177,8 @@ class HistoryStore:
             entry.old[chunk.start : chunk.end] = target
         if self.is_local:
             target.copy_(rows)
+            if self._saved is not None and target.dtype == rows.dtype:
+                self._saved.replace(rows, target)
         else:
             entry.arriving |= dict.fromkeys(chunks, self._copies.send(rows, target))
             target = rows.to(target.dtype)  # as stored, but where the layers compute
@@ -184,6 +189,19 @@ class HistoryStore:
         for c in chunks:
             written[c] = self.step
         entry.is_filled = entry.is_filled or NEVER not in written
+
+    @contextmanager
+    def keeping_once(self, chunk: Chunk) -> Iterator[None]:
+        """Let autograd save rows of large chunks in histories; within the block `chunk` runs."""
+        if not self.is_local or chunk.num_nodes < LEAST_NODES:
+            yield
+            return
+        self._saved = SavedRows()
+        try:
+            with self._saved.watched():
+                yield
+        finally:
+            self._saved = None
 
     def push_ghosts(
         self, key: Hashable, positions: Tensor, rows: Tensor, *, keeps_old: bool = False
