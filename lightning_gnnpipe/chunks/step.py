@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from lightning_gnnpipe.graph import BatchPlan, Chunk, ChunkPlan, MicroBatch
 from lightning_gnnpipe.layers import NativeContext
 from lightning_gnnpipe.passing import MessageContext, Tape
 from lightning_gnnpipe.stages import Segment, Stage, Value
+from lightning_gnnpipe.staleness import LEAST_NODES
 from lightning_gnnpipe.types import Phase
 
 _MASK = (1 << 64) - 1
@@ -99,6 +100,9 @@ class Step:
             "backward": [value for value in self._sent if value.requires_grad],
         }
         self._unread = unread_after(self._stage.computed, self._stage.sent)
+        context = spec.context
+        keeps = spec.is_training and isinstance(context, MessageContext)
+        self._store = cast(MessageContext, context).store if keeps else None
         self._states: dict[int, _ChunkState] = {}  # by chunk
         self.events: list[TraceEvent] = []
 
@@ -154,7 +158,8 @@ class Step:
         if spec.recompute and spec.is_training:
             run_recomputed(*given, stage.sent)
         else:
-            with self._keeping_once(chunk):
+            store = self._store if chunk.end - chunk.start >= LEAST_NODES else None
+            with nullcontext() if store is None else store.keeping_once():
                 run_segments(*given, self._unread)
         sent = [values[name] for name in stage.sent]
         for value, part in zip(self._sent, sent, strict=True):
@@ -162,14 +167,6 @@ class Step:
         if spec.is_training:
             self._states[chunk.index] = _ChunkState(list(received), leaves, sent)
         return sent
-
-    def _keeping_once(self, chunk: Piece) -> AbstractContextManager[None]:
-        """Keep what autograd saves and a history holds once within the block."""
-        context = self.spec.context
-        store = context.store if isinstance(context, MessageContext) else None
-        if store is None or not (self.spec.is_training and isinstance(chunk, Chunk)):
-            return nullcontext()
-        return store.keeping_once(chunk)
 
     def _differentiate(self, chunk: Piece, grads: Sequence[Tensor]) -> list[Tensor]:
         """Run autograd from gradients of sent tensors; return gradients of received ones."""

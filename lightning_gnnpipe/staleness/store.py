@@ -19,7 +19,7 @@ from lightning_gnnpipe.graph import Chunk
 from lightning_gnnpipe.staleness.copies import HostCopies, Wait, done
 from lightning_gnnpipe.staleness.method import HistoryOptions
 from lightning_gnnpipe.staleness.moments import FLOOR, MomentStore, float_of
-from lightning_gnnpipe.staleness.saved import LEAST_NODES, SavedRows
+from lightning_gnnpipe.staleness.saved import SavedRows
 
 NEVER = -1
 _DEFAULTS = HistoryOptions()
@@ -191,12 +191,12 @@ class HistoryStore:
         entry.is_filled = entry.is_filled or NEVER not in written
 
     @contextmanager
-    def keeping_once(self, chunk: Chunk) -> Iterator[None]:
-        """Let autograd save rows of large chunks in histories; within the block `chunk` runs."""
-        if not self.is_local or chunk.num_nodes < LEAST_NODES:
+    def keeping_once(self) -> Iterator[None]:
+        """Let autograd save rows in histories; within the block one chunk runs."""
+        self._saved = SavedRows() if self.is_local else None
+        if self._saved is None:
             yield
             return
-        self._saved = SavedRows()
         try:
             with self._saved.watched():
                 yield

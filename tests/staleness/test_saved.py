@@ -10,7 +10,8 @@ import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
-from lightning_gnnpipe.staleness import METHODS, HistoryStore, saved, store
+from lightning_gnnpipe.chunks import step
+from lightning_gnnpipe.staleness import METHODS, HistoryStore, saved
 from tests.helpers.engines import one_process_engine
 
 N, D, NUM_CHUNKS = 24, 8, 3
@@ -72,8 +73,8 @@ def gradients(name: str) -> list[Tensor]:
     graph = torch.randn(N, D, dtype=torch.float64), torch.randint(0, N, (2, 5 * N))
     parts = torch.arange(N) % NUM_CHUNKS
     engine = one_process_engine(net, partition=parts, method=METHODS["drift"], self_check=False)
-    for step in range(3):
-        engine.set_step(step_index=step)
+    for number in range(3):
+        engine.set_step(step_index=number)
         net.zero_grad()
         engine.forward(graph, {}).square().sum().backward()
         with torch.no_grad():
@@ -97,7 +98,7 @@ def test_rows_are_kept_once(
     memory = Memory(monkeypatch)
     expected = gradients(name)
     assert memory.shares == [before] * 3
-    for module in (store, saved):
+    for module in (step, saved):
         monkeypatch.setattr(module, "LEAST_NODES", 1)
     torch.testing.assert_close(gradients(name), expected, rtol=0, atol=1e-13)
     assert memory.shares[3:] == [share] * 3
