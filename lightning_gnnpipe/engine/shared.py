@@ -131,7 +131,7 @@ class SharedStore(HistoryStore):
         own = super().add_grad(key, chunk, own, is_linear=is_linear)
         owed = None if chunk.is_whole else self.grads(key).take(ghosts)
         if owed is not None:
-            owed = owed.to(like.dtype) * self.scale_of(is_linear=is_linear)
+            owed = owed.to(like.dtype) * (self.linear_scale if is_linear else self.message_scale)
         else:
             owed = like.new_zeros((ghosts.numel(), *like.shape[1:]))
         if key in self._near:

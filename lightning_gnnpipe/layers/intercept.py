@@ -214,6 +214,8 @@ def _wrap(
             if summed is not None:
                 return summed
         entries = context.entries_of(edge_index)
+        if not context.chooses_edges:
+            return pass_messages(call, edge_index, kwargs)
         with context.along(edge_index if entries is None else entries.edges):
             return pass_messages(call, edge_index, kwargs)
 

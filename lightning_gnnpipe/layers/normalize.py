@@ -34,6 +34,7 @@ from lightning_gnnpipe.passing import (
     is_matrix,
     replaces,
 )
+from lightning_gnnpipe.passing.edges import WHOLE
 
 
 def localized(
@@ -247,10 +248,10 @@ def _loops(
     local = function
     if function is not remove_self_loops:
         local = partial(_local_loops, context, function)
-    given = (*options, *named.items())
-    is_known = edge_attr is None and not any(isinstance(one, Tensor) for one in named.values())
-    results = context.at.results_of(edge_index) if is_known and not context.is_whole else None
-    if results is None:
+    given, results = (*options, *named.items()), None
+    if edge_attr is None and context.at.place != WHOLE:
+        results = context.at.results_of(edge_index)
+    if results is None or isinstance(named.get("fill_value"), Tensor):
         return local(edge_index, edge_attr, *options, **named)
     if (function, given) not in results:
         with torch.inference_mode(False):

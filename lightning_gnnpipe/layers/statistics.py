@@ -16,8 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import CallKey, MessageContext, Replacement
+from lightning_gnnpipe.passing.edges import WHOLE
 from lightning_gnnpipe.staleness import RowMoments, ShardLink, float_of
-from lightning_gnnpipe.staleness.moments import KEPT, MEAN, NORM_MEAN, NORM_VAR, VAR, WHOLE
+from lightning_gnnpipe.staleness.moments import ALL_MEAN, KEPT, MEAN, NORM_MEAN, NORM_VAR, VAR
 
 # From a norm, and mean and variance `[channels]`, to scale (None for 1) and shift `[channels]`.
 Formula = Callable[[Any, Tensor, Tensor], tuple[Tensor | None, Tensor]]
@@ -98,10 +99,14 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
 
     @context.in_layer
     def run(*args: Any, **kwargs: Any) -> Tensor:
-        store, is_whole, is_replay = context.store, context.is_whole, context.is_replay
+        store, tape, is_whole = context.store, context.tape, context.at.place == WHOLE
         shards = None if store is None else store.shards
-        given = [value for value in (*args, *kwargs.values()) if value is not None]
-        x, *more = given if store is None else [one for one in given if not _means_one_graph(one)]
+        is_replay = tape is not None and tape.is_replay
+        x, *more = (*args, *kwargs.values())
+        if more:
+            more = [one for one in more if one is not None]
+            if store is not None:
+                more = [one for one in more if not _means_one_graph(one)]
         if kind is gnn.GraphSizeNorm and store is not None and not more:
             return x * context.at.whole.num_nodes**-0.5
         uses_statistics = _uses_statistics(norm)
@@ -202,8 +207,11 @@ def _normalize_part(norm: Any, rows: Tensor, part: _Part) -> Tensor:
 
 
 def _weights(norm: Any, dtype: torch.dtype) -> list[Tensor | None]:
-    found = (getattr(norm, name, None) for name in ("weight", "bias", "mean_scale"))
-    return [None if one is None else one.to(dtype) for one in found]
+    found = list[Tensor | None]()
+    for name in ("weight", "bias", "mean_scale"):
+        one = getattr(norm, name, None)
+        found.append(None if one is None else one.to(dtype))
+    return found
 
 
 class _Estimated(torch.autograd.Function):
@@ -220,8 +228,8 @@ class _Estimated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, None]:
         moments, chunk, shards = ctx.part
-        by_var, by_mean = moments.factors
-        of_square = (-2 * var, by_var[chunk]), (-mean, by_mean[chunk])
+        by_var, by_mean = moments.factors[:, chunk]
+        of_square = (-2 * var, by_var), (-mean, by_mean)
         shift, slope = moments.add_grad(chunk, -mean, of_square, shards)
         (away,) = ctx.saved_tensors
         return torch.addcmul(shift, away, slope).add_(grad).to(ctx.dtype), None
@@ -244,7 +252,7 @@ class _ScaledByChannel(torch.autograd.Function):
         away, known = moments.add(chunk, rows, eps, shards), moments.table[chunk]
         mean, var = known[MEAN], known[VAR]
         if mean_scale is not None:  # KEPT: what of the mean is not subtracted
-            whole = torch.add(mean, moments.center, out=known[WHOLE])
+            whole = torch.add(mean, moments.center, out=known[ALL_MEAN])
             kept = torch.addcmul(whole, mean_scale, whole, value=-1, out=known[KEPT])
             mean = torch.sub(mean, kept, out=known[NORM_MEAN])
             var = torch.addcmul(var, kept, kept, out=known[NORM_VAR])
@@ -265,7 +273,7 @@ class _ScaledByChannel(torch.autograd.Function):
             )
         else:  # the kernel divides by the number of rows
             own, of_weight, of_bias = away.clone(), *torch.zeros_like(moments.table[chunk, :2])
-        by_mean, of_first, of_second, *more = (one[chunk] for one in moments.factors)
+        by_mean, of_first, of_second, *more = moments.factors[:, chunk]
         scaled, of_scale = torch.mul(of_bias, by_mean), None
         of_mean = scaled
         if mean_scale is not None:
@@ -287,8 +295,8 @@ def _prepare(norm: Any, moments: RowMoments) -> tuple[Tensor, ...]:
     """Update running statistics; return what backward multiplies by, `[num_chunks, channels]` each.
 
     Gradients of the bias, for minus that of the mean; of the weight, and of the bias or mean, for
-    `RowMoments.add_grad`; for GraphNorm of the weight by KEPT, and minus WHOLE. For norms that are
-    not scaled by channel `RowMoments.slopes`.
+    `RowMoments.add_grad`; for GraphNorm of the weight by KEPT, and minus ALL_MEAN. For norms that
+    are not scaled by channel `RowMoments.slopes`.
     """
     if moments.is_complete:
         update_running(norm, *moments.present())
@@ -304,7 +312,7 @@ def _prepare(norm: Any, moments: RowMoments) -> tuple[Tensor, ...]:
         return by_root, by_square * by_var, by_root * by_mean
     by_kept = moments.table[:, KEPT] * by_square
     of_weight = by_square * by_var + by_kept * by_mean
-    return by_root, of_weight, mean_scale * by_mean, by_kept, -moments.table[:, WHOLE]
+    return by_root, of_weight, mean_scale * by_mean, by_kept, -moments.table[:, ALL_MEAN]
 
 
 class _SumOverShards(torch.autograd.Function):

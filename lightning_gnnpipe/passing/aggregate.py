@@ -189,7 +189,10 @@ class BoundSum:
         if self.chunk.is_whole:
             return self._give_back(grad)
         buffer, order = self.store.grads(self.key), self.store.order
-        table, done = buffer.add_output(self.chunk, grad), order if buffer.keeps_outputs else None
+        table, done = (
+            buffer.add_output(self.chunk, grad),
+            order if buffer.kept is not None else None,
+        )
         return self._give_back(table, self.store.linear_scale, done).to(grad.dtype)
 
     def _give_back(

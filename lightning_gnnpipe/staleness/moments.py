@@ -66,7 +66,7 @@ def mean_and_var(sums: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
 
 # Rows of a chunk's numbers in `RowMoments.table`; the last four are of the norm.
 RATIO, VAR, CHANGE, ROOT, MEAN, NOW, THEN, SPREAD, SPREAD_THEN = range(9)
-WHOLE, KEPT, NORM_MEAN, NORM_VAR = range(9, 13)
+ALL_MEAN, KEPT, NORM_MEAN, NORM_VAR = range(9, 13)
 
 
 def _share_of_rows(count: int, num_run: int, num_rows: int) -> tuple[float, float, float]:
@@ -111,8 +111,9 @@ class RowMoments:
         self.table = center.new_zeros(num_chunks, 13, width)
         self._own_grad, self._grads = center.new_zeros(2, width), center.new_zeros(2, width)
         self._shares: Tensor | None = None  # see `_share_of_rows`; None: counts are not known yet
-        self.prepare: Callable[[RowMoments], Sequence[Tensor]] | None = None  # `factors`
-        self._factors: Sequence[Tensor] = ()  # the memory of `factors`
+        # What norms compute once for all chunks' backward, `[num_factors, num_chunks, channels]`.
+        self.prepare: Callable[[RowMoments], Sequence[Tensor]] | None = None
+        self.factors = center.new_empty(0)
 
     def load(self, means: Tensor | None, total: Tensor, center: Tensor) -> None:
         """Take up the last step's statistics.
@@ -136,7 +137,6 @@ class RowMoments:
     def _clear(self) -> None:
         self._runs: dict[int, Tensor] = {}  # this step's chunks: the third of `_share_of_rows`
         self._num_run = 0  # rows of F
-        self.factors: Sequence[Tensor] = ()  # what norms compute once for all chunks' backward
         self._pool.zero_()
         self._grads.zero_()
 
@@ -238,12 +238,10 @@ class RowMoments:
         """Prepare the backward phase."""
         if self.prepare is None or not self._runs:
             return
-        found = self.prepare(self)
-        if len(self._factors) != len(found):
-            self._factors = found
-        for kept, new in zip(self._factors, found, strict=True):
-            kept.copy_(new)
-        self.factors = self._factors
+        found = torch.stack([*self.prepare(self)])
+        if self.factors.shape != found.shape:
+            self.factors = torch.empty_like(found)
+        self.factors.copy_(found)
 
     def present(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean, variance and number of the rows of all chunks that have run."""

@@ -58,7 +58,9 @@ class HistoryStore:
         self.options = options
         # Whether histories are on the device of the layers and can be read in place.
         self.is_local = options.device is None
-        self.linear_scale = options.method.scale_of_sums(cut_frac)  # on gradients between chunks
+        # Factors on gradients between chunks: of weighted sums, and of all other layers.
+        self.linear_scale = options.method.scale_of_sums(cut_frac)
+        self.message_scale = options.method.message_scale
         self.num_rows = num_rows
         self.num_chunks = num_chunks
         self._ends = ends
@@ -231,15 +233,17 @@ class HistoryStore:
 
     def pull(self, key: Hashable, chunk: Chunk, out: Tensor) -> None:
         """Read the halo rows into `out`, `[num_halo, *]`."""
-        self._select(self.read(key, chunk), self._halo(chunk), out)
-        self._move(chunk, out, self.drift(key))
+        rows, halo = self.read(key, chunk), chunk.halo if self.is_local else self._halo(chunk)
+        self._select(rows, halo, out)
+        if (drift := self._entries[key].drift) is not None:
+            self._move(chunk, out, drift.total)
 
     def pull_again(self, key: Hashable, chunk: Chunk, out: Tensor) -> None:
         """Repeat `pull` after later chunks have pushed."""
         entry = self._entries[key]
         entry.settle(chunk.halo_chunks)
-        counts = list(chunk.halo_counts)
-        parts = torch.split(out, counts), torch.split(self._halo(chunk), counts)
+        counts, halo = list(chunk.halo_counts), chunk.halo if self.is_local else self._halo(chunk)
+        parts = torch.split(out, counts), torch.split(halo, counts)
         for source, target, positions in zip(chunk.halo_chunks, *parts, strict=True):
             rows = entry.old if self.order.is_stale(chunk.index, source) else entry.rows
             assert rows is not None
@@ -247,15 +251,16 @@ class HistoryStore:
         if entry.drift is not None and not chunk.is_whole:
             self._move(chunk, out, entry.drift.seen[chunk.index])
 
-    def _move(self, chunk: Chunk, halo: Tensor, drift: Tensor | None) -> None:
+    def _move(self, chunk: Chunk, halo: Tensor, drift: Tensor) -> None:
         """Add the drift to stale halo rows, `[num_halo, *]`."""
-        if drift is not None and not chunk.is_whole:
+        if not chunk.is_whole:
             flat = halo.view(halo.size(0), -1)
             flat.addr_(self.order.halo_by_drift(chunk, flat), drift.to(flat))
 
     def push_grad(self, key: Hashable, chunk: Chunk, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
-        self._entries[key].grads.add(self._halo(chunk), grad)
+        halo = chunk.halo if self.is_local else self._halo(chunk)
+        self._entries[key].grads.add(halo, grad)
 
     def add_grad(self, key: Hashable, chunk: Chunk, own: Tensor, *, is_linear: bool) -> Tensor:
         """Return the gradient of the chunk's rows: its `own` and, scaled, that of other chunks."""
@@ -265,19 +270,14 @@ class HistoryStore:
             return own
         if not self.is_local:
             taken = self._copies.bring(taken, own.device)
-        return torch.add(own, taken.to(own.dtype), alpha=self.scale_of(is_linear=is_linear))
-
-    def scale_of(self, *, is_linear: bool) -> float:
-        """Return the factor on gradients between chunks; `is_linear`: of a weighted sum."""
-        return self.linear_scale if is_linear else self.options.method.message_scale
+        scale = self.linear_scale if is_linear else self.message_scale
+        return torch.add(own, taken.to(own.dtype), alpha=scale)
 
     def grads(self, key: Hashable) -> GradientBuffer:
         return self._entries[key].grads
 
     def _halo(self, chunk: Chunk) -> Tensor:
-        """Return the chunk's halo positions on the histories' device."""
-        if self.options.device is None:
-            return chunk.halo
+        """Return the chunk's halo positions on the histories' device, another one."""
         if id(chunk.halo) not in self._halos:
             self._halos[id(chunk.halo)] = chunk.halo, chunk.halo.to(self.options.device)
         return self._halos[id(chunk.halo)][1]
@@ -434,7 +434,6 @@ class GradientBuffer:
     Scale 1 is the exact gradient with stale rows as constants. Scale 2 compensates for dropped
     gradients: unbiased for each edge over random orders, biased for paths over several chunks.
     Source: GNNPipe (arXiv 2308.10087), technique 3, for a scale of 2.
-    `HistoryStore.scale_of` says which scale a layer has.
     """
 
     def __init__(self, rows: Tensor, options: HistoryOptions, copies: HostCopies) -> None:
@@ -443,7 +442,7 @@ class GradientBuffer:
         self._arriving: list[tuple[Tensor, Tensor, Wait]] = []  # positions, gradients on the way
         self._total: Tensor | None = None
         self._has_any = False
-        self._kept: Tensor | None = None  # outputs
+        self.kept: Tensor | None = None  # outputs, until gradients overwrite them
 
     @property
     def num_bytes(self) -> int:
@@ -471,25 +470,20 @@ class GradientBuffer:
     def add_output(self, chunk: Chunk, grad: Tensor) -> Tensor:
         """Write the gradient of the chunk's outputs, `[num_nodes_of_chunk, *]`.
 
-        Returns the buffer, `[num_rows, *]`. Chunks that await backward are 0, or `keeps_outputs`.
+        Returns the buffer, `[num_rows, *]`. Chunks that await backward are 0, or `kept`.
         """
         total = self._table(self._dtype or grad.dtype)
         total[chunk.start : chunk.end] = grad
         return total
 
-    @property
-    def keeps_outputs(self) -> bool:
-        """Whether the buffer holds outputs until gradients overwrite them."""
-        return self._kept is not None
-
     def keep_output(self, chunk: Chunk, rows: Tensor) -> None:
         """Keep the chunk's outputs in the buffer until their gradient overwrites them."""
-        self._kept = self._table(self._dtype or rows.dtype)
-        self._kept[chunk.start : chunk.end] = rows
+        self.kept = self._table(self._dtype or rows.dtype)
+        self.kept[chunk.start : chunk.end] = rows
 
     def kept_output(self, chunk: Chunk) -> Tensor:
-        assert self._kept is not None
-        return self._kept[chunk.start : chunk.end].clone()
+        assert self.kept is not None
+        return self.kept[chunk.start : chunk.end].clone()
 
     def end_step(self) -> None:
         self._arriving.clear()
