@@ -188,11 +188,9 @@ class BoundSum:
             return multiply(self.adjacency.block(self.chunk, grad.dtype, by_source=True), grad)
         if self.chunk.is_whole:
             return self._give_back(grad)
-        buffer, order = self.store.grads(self.key), self.store.order
-        table, done = (
-            buffer.add_output(self.chunk, grad),
-            order if buffer.kept is not None else None,
-        )
+        buffer = self.store.grads(self.key)
+        table = buffer.add_output(self.chunk, grad)
+        done = None if buffer.kept is None else self.store.order
         return self._give_back(table, self.store.linear_scale, done).to(grad.dtype)
 
     def _give_back(
