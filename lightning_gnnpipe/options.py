@@ -4,7 +4,8 @@ An option that has no effect beside the given ones, on any devices and any graph
 Options are not refused if they
 
 - only have no effect on the present devices, so that a script runs on one device and on eight:
-  `cut_codec`, `repeat_encoder` and `weights` with num_stages="auto", `start_method`, `timeout`;
+  `cut_codec`, `repeat_encoder` and `weights` with num_stages="auto", `start_method`, `timeout`,
+  `cuda_graphs`;
 - have no effect with `num_chunks=1`, the exact baseline of scripts: one warning names them;
 - ask for what happens anyway: `self_check=False`, `balance="uniform"`, and the callback
    `StalenessWarmup` if every step is exact.
@@ -53,7 +54,7 @@ _OTHER_VALUES: dict[str, Any] = {
     "balance": object,
     "history_dtype": (torch.dtype, type(None)),
 }
-_OF_CHUNKS = ("partition", "cross_chunk_edges")
+_OF_CHUNKS = ("partition", "cross_chunk_edges", "cuda_graphs")
 _OF_ROWS = ("staleness", "history_dtype", "history_device")
 
 
@@ -78,6 +79,7 @@ class StrategyOptions:
     recompute: bool = False
     history_dtype: torch.dtype | DtypeName | None = None
     history_device: torch.device | str | None = None
+    cuda_graphs: bool = False
     self_check: bool = True
     timeout: timedelta = timedelta(minutes=10)
     start_method: StartMethod = "popen"
@@ -168,6 +170,11 @@ class StrategyOptions:
         if self.num_stages == 1:
             names, why = ("cut_codec", "repeat_encoder"), "there is only one stage"
             self._refuse_given(names, "num_stages=1", why, "use num_stages='auto'")
+
+        for name in filter(self._is_given, ("recompute", "graph_parallel", "history_device")):
+            setting = f"{name}={getattr(self, name)!r}"
+            why, use = "such chunks are not captured", f"leave out {name}"
+            self._refuse_given(("cuda_graphs",), setting, why, use)
 
     def _refuse_given(self, names: tuple[str, ...], setting: str, why: str, use: str) -> None:
         for name in filter(self._is_given, names):

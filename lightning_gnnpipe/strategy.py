@@ -99,6 +99,8 @@ class GNNPipeStrategy(LightningStrategy):
         history_dtype: Dtype of histories, such as `torch.bfloat16`. None: as computed.
         history_device: Device of histories, such as "cpu" when GPU memory is short. None: where the
             layers compute.
+        cuda_graphs: Record what a chunk runs on a GPU once, and start it from then on by one launch
+            (CUDA graphs): for many chunks of small layers. Not shown on a GPU yet.
         self_check: Compare the module in chunks with the whole module on a small graph before
             training, forward and backward, and refuse it where they differ.
         timeout: Longest wait for another rank before the run ends.
@@ -135,6 +137,7 @@ class GNNPipeStrategy(LightningStrategy):
         recompute: bool = False,
         history_dtype: torch.dtype | DtypeName | None = None,
         history_device: torch.device | str | None = None,
+        cuda_graphs: bool = False,
         self_check: bool = True,
         timeout: timedelta = timedelta(minutes=10),
         start_method: StartMethod = "popen",

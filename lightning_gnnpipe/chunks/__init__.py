@@ -1,5 +1,6 @@
 """One rank's part of a step: chunks forward, then backward; and the costs of layers."""
 
+from lightning_gnnpipe.chunks.captured import CapturedChunks, SeedOf, can_capture
 from lightning_gnnpipe.chunks.costs import (
     LayerCost,
     StepCosts,
@@ -10,7 +11,6 @@ from lightning_gnnpipe.chunks.costs import (
 from lightning_gnnpipe.chunks.inputs import BatchInputs, PassInputs, PlannedInputs
 from lightning_gnnpipe.chunks.step import (
     PassSpec,
-    SeedOf,
     Step,
     make_seeds,
     own_random_stream,

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from lightning_gnnpipe.chunks.captured import CapturedChunks, ChunkState, SeedOf
 from lightning_gnnpipe.chunks.inputs import PassInputs
 from lightning_gnnpipe.chunks.step_trace import TraceEvent
 from lightning_gnnpipe.codecs import Codecs
@@ -44,7 +45,6 @@ _MASK = (1 << 64) - 1
 _AHEAD = 2  # a receive is posted this many chunks before its own: a rank has at most 3 open
 
 Piece = Chunk | MicroBatch
-SeedOf = Callable[[int, int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class PassSpec:
         is_training: Whether a backward pass follows.
         recompute: Whether backward recomputes activations.
         codecs: Codecs of messages between stages.
+        captured: Runs chunks as CUDA graphs, if asked for.
     """
 
     stage: Stage
@@ -72,15 +73,7 @@ class PassSpec:
     is_training: bool
     recompute: bool
     codecs: Codecs
-
-
-@dataclass(slots=True)
-class _ChunkState:
-    """Inputs and outputs of a chunk's autograd graph on a stage."""
-
-    received: list[Tensor]
-    leaves: dict[str, Tensor]
-    sent: list[Tensor]
+    captured: CapturedChunks | None = None
 
 
 class Step:
@@ -103,7 +96,8 @@ class Step:
         context = spec.context
         keeps = spec.is_training and isinstance(context, MessageContext)
         self._store = cast(MessageContext, context).store if keeps else None
-        self._states: dict[int, _ChunkState] = {}  # by chunk
+        self._states: dict[int, ChunkState] = {}  # by chunk
+        self.captured: CapturedChunks | None = None  # of this step
         self.events: list[TraceEvent] = []
 
     def forward(self) -> list[Tensor]:
@@ -153,8 +147,24 @@ class Step:
         for name, tensor in zip(stage.received, received, strict=True):
             tensor.requires_grad_(spec.is_training and stage.values[name].requires_grad)
         leaves = spec.inputs.slice(chunk, stage.leaves)
+        if self.captured is None:
+            state = self._run(chunk, received, leaves, spec.seed_of)
+        else:
+            state = self.captured.forward(spec, chunk, received, leaves, self._run)
+        if spec.is_training:
+            self._states[chunk.index] = state
+        return state.sent
+
+    def _run(
+        self,
+        chunk: Piece,
+        received: Sequence[Tensor],
+        leaves: dict[str, Any],
+        seed_of: SeedOf | None,
+    ) -> ChunkState:
+        spec, stage = self.spec, self._stage
         values = leaves | dict(zip(stage.received, received, strict=True))
-        given = stage.computed, values, chunk, spec.context, spec.seed_of
+        given = stage.computed, values, chunk, spec.context, seed_of
         if spec.recompute and spec.is_training:
             run_recomputed(*given, stage.sent)
         else:
@@ -164,9 +174,7 @@ class Step:
         sent = [values[name] for name in stage.sent]
         for value, part in zip(self._sent, sent, strict=True):
             self._check_rows(chunk, value, part)
-        if spec.is_training:
-            self._states[chunk.index] = _ChunkState(list(received), leaves, sent)
-        return sent
+        return ChunkState(list(received), leaves, sent)
 
     def _differentiate(self, chunk: Piece, grads: Sequence[Tensor]) -> list[Tensor]:
         """Run autograd from gradients of sent tensors; return gradients of received ones."""
@@ -174,7 +182,7 @@ class Step:
         pairs = zip(state.sent, grads, strict=True)
         if roots := [(tensor, grad) for tensor, grad in pairs if tensor.requires_grad]:
             with torch.autocast(self._device.type, enabled=False):
-                torch.autograd.backward([t for t, _ in roots], [g for _, g in roots])
+                state.backward([t for t, _ in roots], [g for _, g in roots])
         self.spec.inputs.add_grads(chunk, state.leaves)
         return [
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
@@ -376,7 +384,9 @@ def own_random_stream(device: torch.device) -> Iterator[Callable[[], bool]]:
         yield lambda: not all(map(torch.equal, before, states()))
 
 
-def _seed(seed: int, inputs: Sequence[Tensor | int]) -> None:
+def _seed(seed: int | None, inputs: Sequence[Tensor | int]) -> None:
+    if seed is None:  # a CUDA graph draws from a stream of its own
+        return
     torch.default_generator.manual_seed(seed)
     for value in inputs:
         if isinstance(value, Tensor) and value.is_cuda:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lightning_gnnpipe.calls import Inputs
-from lightning_gnnpipe.chunks import PlannedInputs
+from lightning_gnnpipe.chunks import CapturedChunks, PlannedInputs
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.identity import InputKey
 from lightning_gnnpipe.engine.shared import SharedStore
@@ -135,6 +135,7 @@ class Histories:
         else:
             self.store = SharedStore(plan, self._transport, options, ends, graph.cut_frac)
         self.writing = MessageContext(self.store, plan, graph.reading.edges)
+        self.captured: CapturedChunks | None = None  # once asked for
 
 
 class GraphCache:

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from lightning_gnnpipe.calls import Call, Inputs
 from lightning_gnnpipe.chunks import (
     BatchInputs,
+    CapturedChunks,
     PassInputs,
     PassSpec,
     PlannedInputs,
     Step,
     StepCosts,
+    can_capture,
     measure_layers,
     own_random_stream,
 )
@@ -125,9 +127,17 @@ class Passes:
         has_stale = graph.plan.num_chunks > 1 or self._options.given.async_halo
         is_written = is_shared or (has_stale and not self.needs_no_history(graph))
         context = own.writing if is_written else graph.reading
-        return self.over_graph(
+        spec = self.over_graph(
             mode, graph, context, own.inputs, is_exact=is_exact, is_training=True
         )
+        device = self._transport.world.device
+        if not self._options.given.cuda_graphs or is_exact or not is_written:
+            return spec
+        if own.captured is None and can_capture(device):
+            own.captured = CapturedChunks(device, self._fallbacks)
+        elif own.captured is None:
+            self._fallbacks.tell("cuda_graphs=True has no effect on %s.", device)
+        return replace(spec, captured=own.captured)
 
     def over_graph(
         self,

@@ -203,6 +203,14 @@ class MessageContext(TapedContext):
         name, version = self._leaves.get(id(tensor), (None, 0))
         return name if tensor is not None and version == version_of(tensor) >= 0 else None
 
+    def prepare(self) -> None:
+        """Write the numbers of this step's order, which CUDA graphs read."""
+        if self.store is None:
+            return
+        self.store.prepare()
+        for adjacency in {one.adjacency for one in self._bound.values()}:
+            adjacency.refresh(self.store.order)
+
     def weighted_sum(
         self, layer: str, call: int, rule: LinearRule, edges: Any, rows: Any, weight: Tensor | None
     ) -> Tensor | None:

@@ -76,7 +76,7 @@ class Adjacency:
         self._values = values
         self._typed: dict[_Key, Tensor | None] = {}
         self._parts: dict[_Key, SparseRows] = {}
-        self._sums: dict[_Key, tuple[int, Tensor]] = {}  # see `drift_sums`
+        self._sums: dict[_Key, tuple[int, Tensor | None, Chunk]] = {}  # see `drift_sums`
         self._masked: tuple[object, SparseRows] | None = None
 
     def rows(self, chunk: Chunk, dtype: torch.dtype) -> SparseRows:
@@ -90,14 +90,20 @@ class Adjacency:
     def drift_sums(self, chunk: Chunk, order: StepOrder, like: Tensor) -> Tensor:
         """Return each row's sum of entries times `StepOrder.by_drift` of columns, `[num_nodes]`."""
         key = chunk.index, like.dtype
-        number, sums = self._sums.get(key, (0, None))
+        number, sums, _ = self._sums.get(key, (0, None, chunk))
         if number != order.number:
             factors = order.by_drift(chunk.index, like)[self._pattern.chunk_of_row]
             found = multiply(self.rows(chunk, like.dtype), factors.unsqueeze(1)).squeeze(1)
             sums = found if sums is None else sums.copy_(found)
-            self._sums[key] = order.number, sums
+            self._sums[key] = order.number, sums, chunk
         assert sums is not None
         return sums
+
+    def refresh(self, order: StepOrder) -> None:
+        """Write the numbers of `order` to all tensors that `drift_sums` has returned."""
+        for _, sums, chunk in list(self._sums.values()):
+            assert sums is not None
+            self.drift_sums(chunk, order, sums)
 
     def block(self, chunk: Chunk, dtype: torch.dtype, *, by_source: bool) -> SparseRows:
         """Return rows or columns of a chunk without cross-chunk edges, in local indices."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -146,8 +145,7 @@ class RowMoments:
         self._shares = None
         if self._is_known and not self.is_of_messages:
             counts = (*self._counts,)
-            compute = partial(_shares, counts, order.chunks)
-            self._shares = order.kept(counts, self.center, compute)
+            self._shares = order.kept(counts, self.center, lambda _: _shares(counts, order.chunks))
 
     def _keep_step(self) -> None:
         """Keep this step's means as the last step's if all chunks have run."""
@@ -182,8 +180,7 @@ class RowMoments:
             own[0] = 0
         if not self._is_known:
             own[1] = own[0]
-        self._counts[chunk] = count
-        self._num_run = num_run = self._num_run + count
+        num_run = self._count(chunk, count)
         if self._shares is None:
             shares = away.new_tensor(_share_of_rows(count, num_run, self.num_rows))
         else:
@@ -203,6 +200,31 @@ class RowMoments:
         torch.sqrt(known[: VAR + 1], out=known[CHANGE : ROOT + 1])
         torch.addcmul(means[0], known[CHANGE], means[1], value=-1, out=known[MEAN])
         return away
+
+    def _count(self, chunk: int, count: int) -> int:
+        """Count the rows of a chunk that runs now; return how many have run."""
+        self._counts[chunk] = count
+        self._num_run += count
+        return self._num_run
+
+    @property
+    def shares(self) -> Tensor | None:
+        """What depends on the order; None if numbers of rows may be new in this step."""
+        return self._shares
+
+    def has_run(self, chunk: int) -> bool:
+        return chunk in self._runs
+
+    def note(self, chunk: int) -> None:
+        """Note that a CUDA graph has done what `add` does."""
+        assert self._shares is not None
+        self._count(chunk, self._counts[chunk])
+        self._runs[chunk] = self._shares[chunk, 2]
+
+    def forget(self, chunk: int) -> None:
+        """Undo `add`, before the chunk runs again."""
+        if self._runs.pop(chunk, None) is not None:
+            self._num_run -= self._counts[chunk]
 
     def slopes(self) -> tuple[Tensor, Tensor]:
         """Return how a mean of (x - c)^2 over F moves all rows' statistics, for all chunks.

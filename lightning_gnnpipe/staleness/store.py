@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -18,11 +18,12 @@ from torch import Tensor
 from lightning_gnnpipe.graph import Chunk
 from lightning_gnnpipe.staleness.copies import HostCopies, Wait, done
 from lightning_gnnpipe.staleness.method import HistoryOptions
-from lightning_gnnpipe.staleness.moments import FLOOR, MomentStore, float_of
+from lightning_gnnpipe.staleness.moments import FLOOR, MomentStore, RowMoments, float_of
 from lightning_gnnpipe.staleness.saved import SavedRows
 
 NEVER = -1
 _DEFAULTS = HistoryOptions()
+_order_numbers = count(1)  # several stores share matrices, which keep numbers of an order
 
 
 class ShardLink(Protocol):
@@ -135,6 +136,39 @@ class HistoryStore:
         """Clear gradients after the backward of a training step."""
         for entry in self._entries.values():
             entry.grads.end_step()
+
+    def prepare(self) -> None:
+        """Write the numbers of this step's order, which CUDA graphs read."""
+        self.order.refresh()
+        for entry in self._entries.values():
+            entry.grads.open()
+
+    def memory(self) -> list[int | None] | None:
+        """Return where lies what steps write in place; None if this step may need other shapes."""
+        held = [one for entry in self._entries.values() for one in entry.held()]
+        for moments in self.moments.calls.values():
+            if moments.shares is None:
+                return None
+            held.append(moments.shares)
+        return [None if one is None else one.data_ptr() for one in held]
+
+    def ran(self, chunk: Chunk) -> Ran:
+        """Return what a chunk has written in this step; see `note`."""
+        entries = [e for e in self._entries.values() if e.written[chunk.index] == self.step]
+        return entries, [one for one in self.moments.calls.values() if one.has_run(chunk.index)]
+
+    def note(self, ran: Ran, chunk: Chunk) -> None:
+        """Note that a CUDA graph has run `chunk`, which has written `ran` in an earlier step."""
+        histories, moments = ran
+        for entry in histories:
+            entry.written[chunk.index] = self.step
+        for one in moments:
+            one.note(chunk.index)
+
+    def forget(self, chunk: Chunk) -> None:
+        """Let a chunk whose capture has failed run again."""
+        for one in self.moments.calls.values():
+            one.forget(chunk.index)
 
     def rows(self, key: Hashable) -> Tensor:
         """Return the history, `[num_rows, *]`, in plan order."""
@@ -307,6 +341,9 @@ class HistoryStore:
             self._copies.fetch(rows, positions, out)
 
 
+Ran = tuple[list["_History"], list[RowMoments]]
+
+
 @dataclass(slots=True)
 class _History:
     """Rows, `[num_rows, *]`, with their gradients, and a snapshot of them (`kept`)."""
@@ -321,6 +358,11 @@ class _History:
     is_filled: bool = False  # whether all chunks have written rows
     drift: MeanDrift | None = None  # if the method corrects drift
     arriving: dict[int, Wait] = field(default_factory=dict)  # copies of chunks to the host
+
+    def held(self) -> list[Tensor | None]:
+        """Return what steps write in place."""
+        moved = [] if self.drift is None else self.drift.held()
+        return [self.rows, self.grads.table, *moved]
 
     def settle(self, chunks: Iterable[int] | None = None) -> None:
         """Wait until the rows of `chunks`, by default of all, have arrived."""
@@ -348,6 +390,10 @@ class _History:
             self.note_all()
 
 
+_Compute = Callable[[Tensor], Tensor]
+_Kept = tuple[int, Tensor, _Compute]
+
+
 class StepOrder:
     """Which chunks are stale for which in a step, as numbers in tensors.
 
@@ -363,7 +409,8 @@ class StepOrder:
         self.number, self._num_chunks = 0, num_chunks
         self.chunks: tuple[int, ...] = ()
         self._sizes: tuple[int, ...] = ()
-        self._numbers: dict[Hashable, tuple[int, Tensor]] = {}  # by name, dtype and device
+        # By name, dtype and device: the number of the order, its numbers, how to find them.
+        self._numbers: dict[tuple[Hashable, torch.dtype, torch.device], _Kept] = {}
         self._owners: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the halo, which is kept
         self.set(range(num_chunks), [1] * num_chunks)
 
@@ -371,7 +418,7 @@ class StepOrder:
         """Begin a step in `order`; `sizes`: nodes of each chunk, of all shards."""
         if (*order,) == self.chunks and (*sizes,) == self._sizes:
             return
-        self.chunks, self._sizes, self.number = (*order,), (*sizes,), self.number + 1
+        self.chunks, self._sizes, self.number = (*order,), (*sizes,), next(_order_numbers)
         chunks = torch.tensor(self.chunks, device="cpu")
         places = torch.empty_like(chunks)
         places[chunks] = torch.arange(self._num_chunks, device="cpu")
@@ -389,7 +436,7 @@ class StepOrder:
 
         The drift is the change of all rows that have run; the factor makes it a mean.
         """
-        return self.kept("drift", like, lambda: self._by_drift)[reader]
+        return self.kept("drift", like, lambda _: self._by_drift)[reader]
 
     def halo_by_drift(self, chunk: Chunk, like: Tensor) -> Tensor:
         """Return `by_drift` of each halo row, `[num_halo]`."""
@@ -399,23 +446,31 @@ class StepOrder:
             owners = torch.tensor(chunk.halo_chunks, device="cpu").repeat_interleave(counts)
             self._owners[key] = chunk.halo, without_waiting(owners, like.device)
         owners = self._owners[key][1]
-        return self.kept(key, like, lambda: self.by_drift(chunk.index, like)[owners])
+        return self.kept(key, like, lambda kept: self.by_drift(chunk.index, kept)[owners])
 
     def has_run(self, source: int, like: Tensor) -> Tensor:
         """Return by chunk 1 if it reads fresh rows of `source`, else 0, `[num_chunks]`."""
-        return self.kept("fresh", like, lambda: 1 - self._stale.t())[source]
+        return self.kept("fresh", like, lambda _: 1 - self._stale.t())[source]
 
-    def kept(self, key: Hashable, like: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        """Return numbers of this order, with dtype and device of `like`, always in one place."""
-        key = key, like.dtype, like.device
-        number, kept = self._numbers.get(key, (0, None))
+    def kept(self, name: Hashable, like: Tensor, compute: _Compute) -> Tensor:
+        """Return numbers of this order, with dtype and device of `like`, always in one place.
+
+        `compute` must not depend on the step, except by `chunks`; it is given a tensor like `like`.
+        """
+        key = name, like.dtype, like.device
+        number, kept, compute = self._numbers.get(key, (0, None, compute))
         if kept is None or number != self.number:
-            values = compute().to(like.dtype)
+            values = compute(like).to(like.dtype)
             kept = like.new_empty(values.shape) if kept is None else kept
             is_here = values.device == kept.device
             kept.copy_(values if is_here else without_waiting(values, kept.device))
-            self._numbers[key] = self.number, kept
+            self._numbers[key] = self.number, kept, compute
         return kept
+
+    def refresh(self) -> None:
+        """Write this order's numbers to all tensors that `kept` has returned."""
+        for (name, _, _), (_, kept, compute) in list(self._numbers.items()):
+            self.kept(name, kept, compute)
 
 
 def without_waiting(small: Tensor, device: torch.device) -> Tensor:
@@ -447,6 +502,14 @@ class GradientBuffer:
     @property
     def num_bytes(self) -> int:
         return 0 if self._total is None else self._total.nbytes
+
+    @property
+    def table(self) -> Tensor | None:
+        return self._total
+
+    def open(self) -> None:
+        """Let chunks take zeros before any chunk has added gradients, as later ones do."""
+        self._has_any = self._total is not None
 
     def add(self, positions: Tensor, grad: Tensor) -> None:
         """Add the gradient of halo rows, `[num_halo, *]`."""
@@ -517,6 +580,9 @@ class MeanDrift:
         self._sums[:, 1] = self._sums[:, 0]
         self.total.zero_()
         self.seen: dict[int, Tensor] = {}  # `total` up to and including each chunk, if kept
+
+    def held(self) -> list[Tensor | None]:
+        return [self._sums, self._signs, self.total]
 
     def replace(self, rows: Tensor) -> None:
         """Start from new rows, `[num_rows, *]`, after all were overwritten."""

@@ -123,6 +123,10 @@ class TrainingPass:
             store.begin_step(number, None if self.is_exact else self._spec.order)
             store.recorder = StalenessRecorder() if controls.records_staleness else None
             store.before_forward(is_exact=self.is_exact, reads_snapshot=reads_snapshot)
+            captured = self._spec.captured
+            is_usual = is_first and store.recorder is None  # runs what each step runs
+            if captured is not None and is_usual and captured.begin(self._spec, self._tensors()):
+                self._step.captured = captured
         with (
             intercept(self._model.intercepted, self._spec.context),
             own_random_stream(self._spec.transport.world.device),
@@ -154,12 +158,18 @@ class TrainingPass:
                 stack.enter_context(own_random_stream(self._spec.transport.world.device))
             self._sums.begin()
             self._step.backward(grads, self._sums.expect_later)
+        if self._spec.captured is not None:
+            self._spec.captured.end(self._spec, self._tensors())
         for name, grad in self._spec.inputs.weight_grads().items():
             torch.autograd.backward([self._model.module.get_parameter(name)], [grad])  # runs hooks
         self._sums.finish()
         if self._store is not None:
             self._store.end_step()
         return self._leaf_grads(readers)
+
+    def _tensors(self) -> list[Tensor]:
+        module = self._model.module
+        return [*module.parameters(), *module.buffers()]
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that must be finite; none without histories."""

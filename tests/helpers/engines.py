@@ -31,6 +31,7 @@ def one_process_engine(
     rank: int = 0,
     num_shards: int = 1,
     cross_edges: CrossChunkEdges = "keep",
+    cuda_graphs: bool = False,
 ) -> PipelineEngine:
     """Return an engine that trains `module` in the chunks of `partition`, `[num_nodes]`.
 
@@ -44,6 +45,7 @@ def one_process_engine(
         partition=partition,
         graph_parallel=num_shards,
         cross_chunk_edges=cross_edges,
+        cuda_graphs=cuda_graphs,
         recompute=recompute,
         history_dtype=history_dtype,
         history_device=history_device,
