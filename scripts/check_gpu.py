@@ -45,6 +45,10 @@ CHECKS: dict[str, tuple[str, str]] = {
         "test_stages and encoded",
     ),
     "P3": (PROMISES + "test_p3_s_invariance.py", "test_losses and (edge or batch_norm)"),
+    "CUDA graphs": ("tests/chunks/test_captured.py", ""),
+    "P2, as CUDA graphs": (PROMISES + "test_p2_stale_gradient.py", "16-warmup or 5-exact or gcnii"),
+    "P3, as CUDA graphs": (PROMISES + "test_p3_s_invariance.py", "test_losses"),
+    "P6, as CUDA graphs": (PROMISES + "test_p6_resume.py", "undisturbed or other_options"),
     "bf16 and fp16 mixed": ("tests/test_precision.py", "close_to_double and mixed"),
     "rows on the host": (
         "tests/engine/test_recompute.py",
@@ -121,6 +125,8 @@ def run_check(name: str, device: str, end: float) -> dict[str, Any]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.helpers.on_device"]
     command += ["-p", "no:cacheprovider", path, "-m", "", "-k", chosen]  # slow ones too
     environment = {**os.environ, "GNNPIPE_DEVICE": device, "OMP_NUM_THREADS": "1"}
+    if name.endswith("as CUDA graphs"):
+        environment["GNNPIPE_CUDA_GRAPHS"] = "1"
     start = time.monotonic()
     process = subprocess.Popen(
         command,

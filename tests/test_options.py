@@ -78,6 +78,8 @@ REFUSED: list[tuple[str, Options, Options]] = [
     ("halo_codec", {"halo_codec": "int8"}, SHARDS),
     ("halo_codec", {"halo_codec": ("fp32", "int1")}, SHARDS),
     ("async_halo", {"async_halo": True, "num_stages": 2}, SHARDS),
+    ("cuda_graphs", {"cuda_graphs": True, "recompute": True}, {"recompute": False}),
+    ("cuda_graphs", {"cuda_graphs": True, **SHARDS}, {"graph_parallel": 1}),
     ("cut_codec", {"cut_codec": "bf16", "num_stages": 1}, {"num_stages": "auto"}),
     ("repeat_encoder", {"repeat_encoder": True, "num_stages": 1}, {"num_stages": "auto"}),
 ]

@@ -228,6 +228,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--message-us", type=float)
     add("--recompute", type=flag, default=False)
     add("--histories", choices=["float32", "bfloat16"], default="float32")
+    add("--cuda-graphs", type=flag, default=False)
     add("--history-device", help="of rows; else that of the layers")
     add("--accelerator", choices=["cpu", "gpu"], default="cpu")
     add("--precision", default="32-true", help="of the Trainer")
@@ -304,6 +305,7 @@ def make_strategy(options: argparse.Namespace) -> GNNPipeStrategy:
         recompute=options.recompute,
         history_dtype=getattr(torch, options.histories),
         history_device=options.history_device,
+        cuda_graphs=options.cuda_graphs,
         partition=options.partition,
     )
 

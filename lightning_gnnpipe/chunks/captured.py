@@ -39,12 +39,13 @@ from torch import Tensor
 from lightning_gnnpipe.calls import Kind
 from lightning_gnnpipe.errors import Fallbacks, first_line
 from lightning_gnnpipe.passing import MessageContext
-from lightning_gnnpipe.staleness import HistoryStore
 
 if TYPE_CHECKING:
     from lightning_gnnpipe.chunks.step import PassSpec
 
-SeedOf = Callable[[int, int], int | None]
+SeedOf = Callable[[int, int], int]
+# By segment and chunk the seed; or None, and numbers come from the generator of a graph.
+Seeding = Callable[[int, int], int | None]
 
 
 @dataclass(slots=True)
@@ -57,7 +58,10 @@ class ChunkState:
     backward: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = torch.autograd.backward
 
 
-Run = Callable[[Any, Sequence[Tensor], dict[str, Any], SeedOf], ChunkState]
+Run = Callable[[Any, Sequence[Tensor], dict[str, Any], Seeding], ChunkState]
+
+
+_MANY = 5
 
 
 class _Chunk:
@@ -76,7 +80,7 @@ class _Chunk:
         self.pool = torch.cuda.graph_pool_handle()
         self.forward: Any = None
         self.backward: Any = None
-        self.state: ChunkState | None = None
+        self.state = ChunkState([], {}, [])
         self.ran: Any = None  # see `HistoryStore.ran`
         self.grads: list[Tensor] = []  # of outputs
         self.of_inputs: list[tuple[Tensor, Tensor]] = []  # inputs, and their gradients
@@ -110,91 +114,92 @@ class CapturedChunks:
         self._used: dict[int, tuple[Tensor, Tensor]] = {}  # those of this step
         self._generators: dict[int, torch.Generator] = {}  # by segment
         self._side: Any = None  # the stream of captures
-        self._kind: Any = None  # of this step: autocast
         self._last: Any = None  # see `_memory`; at the end of the last pipelined step
         self._held: Any = None  # objects of `_last`, so that their ids stay theirs
-        self._has_failed = False
+        self._has_failed, self._num_eager = False, 0  # the latter: steps since the last on graphs
 
-    def begin(self, spec: PassSpec, tensors: Sequence[Tensor]) -> bool:
-        """Begin a step on the module's `tensors`; return whether chunks may run as graphs."""
+    def begin(self, spec: PassSpec, tensors: Sequence[Tensor], *, is_usual: bool) -> bool:
+        """Begin a step on the module's `tensors`; return whether chunks run as graphs.
+
+        `is_usual`: all runs as in other steps, and no other pass awaits its backward.
+        """
         kind = self._device.type
         self._kind = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        memory = self._memory(spec, tensors)
-        if self._has_failed or memory is None or memory != self._last:
+        self._spec, self._used = spec, {}
+        assert isinstance(spec.context, MessageContext) and spec.context.store is not None
+        self._context, self._store = spec.context, spec.context.store
+        memory = self._memory(tensors)
+        if self._has_failed or memory is None or memory != self._last or not is_usual:
+            self._num_eager += is_usual and not self._has_failed
+            if self._num_eager == _MANY:
+                self._fallbacks.tell(
+                    "The last %s steps ran without CUDA graphs, since weights, buffers, histories "
+                    "or the numbers of rows in norms have been others in each.",
+                    _MANY,
+                )
             return False
-        assert isinstance(spec.context, MessageContext)
-        spec.context.prepare()
+        self._num_eager = 0
+        self._context.prepare()
         for _, total in self._totals.values():
             total.zero_()
         return True
 
-    def end(self, spec: PassSpec, tensors: Sequence[Tensor]) -> None:
+    def end(self, tensors: Sequence[Tensor]) -> None:
         """End the backward phase: hand over the gradients of weights."""
         if self._used:
             weights, totals = zip(*self._used.values(), strict=True)
             torch.autograd.backward(weights, totals)
-            self._used = {}
-        memory = self._memory(spec, tensors)
+        memory = self._memory(tensors)
         if memory != self._last:
             self._chunks, self._totals = {}, {}
-            self._last, self._held = memory, (spec.stage, spec.plan, spec.context)
+            self._last, self._held = memory, self._objects()
 
     def forward(
-        self,
-        spec: PassSpec,
-        chunk: Any,
-        received: Sequence[Tensor],
-        leaves: dict[str, Any],
-        run: Run,
+        self, chunk: Any, received: Sequence[Tensor], leaves: dict[str, Any], run: Run
     ) -> ChunkState:
         """Run a chunk: replay its graph, captured now if there is none; else eagerly."""
-        store, seed_of = _store(spec), spec.seed_of
+        seed_of = self._spec.seed_of
         assert seed_of is not None
-        for segment in spec.stage.computed:
+        for segment in self._spec.stage.computed:
             if segment.index not in self._generators:
                 self._generators[segment.index] = torch.Generator(self._device)
-            seed = seed_of(segment.index, chunk.index)
-            self._generators[segment.index].manual_seed(seed or 0)
+            self._generators[segment.index].manual_seed(seed_of(segment.index, chunk.index))
         one = self._chunks.get(chunk.index)
         if one is not None and one.reads(leaves):
-            store.note(one.ran, chunk)
+            self._store.note(one.ran, chunk)
         else:
-            one = None if self._has_failed else self._capture(spec, chunk, received, leaves, run)
-        if one is None or one.state is None:
+            one = None if self._has_failed else self._capture(chunk, received, leaves, run)
+        if one is None:
             return run(chunk, received, leaves, seed_of)
         one.load(received, leaves)
         one.forward.replay()
-        return replace(one.state, backward=partial(self._backward, spec, one))
+        return replace(one.state, backward=partial(self._backward, one))
 
     def _capture(
-        self,
-        spec: PassSpec,
-        chunk: Any,
-        received: Sequence[Tensor],
-        leaves: dict[str, Any],
-        run: Run,
+        self, chunk: Any, received: Sequence[Tensor], leaves: dict[str, Any], run: Run
     ) -> _Chunk | None:
         """Capture the forward of a chunk; None if that fails."""
-        default = torch.cuda.default_generators[self._device.index or 0]
+        default, own = torch.cuda.default_generators[self._device.index or 0], self._generators
 
         def draw_from(segment: int, chunk: int) -> None:
-            default.graphsafe_set_state(self._generators[segment])
+            default.graphsafe_set_state(own[segment])
 
         try:
-            one = _Chunk(spec, chunk, received, leaves)
-            with self._capturing(one.pool, self._generators.values()) as one.forward:
+            one = _Chunk(self._spec, chunk, received, leaves)
+            with self._capturing(one.pool, own.values()) as one.forward:
                 one.state = run(chunk, one.received, one.leaves, draw_from)
         except RuntimeError as error:  # as CUDA's are
-            self._give_up(spec, error)
-            _store(spec).forget(chunk)
+            number = self._context.segment
+            layer = next(one for one in self._spec.stage.computed if one.index == number)
+            nodes = layer.module.graph.find_nodes(op="call_module")
+            self._give_up(f"layer {number} ({', '.join(str(n.target) for n in nodes)})", error)
+            self._store.forget(chunk)
             return None
-        one.ran = _store(spec).ran(chunk)
+        one.ran = self._store.ran(chunk)
         self._chunks[chunk.index] = one
         return one
 
-    def _backward(
-        self, spec: PassSpec, one: _Chunk, roots: Sequence[Tensor], grads: Sequence[Tensor]
-    ) -> None:
+    def _backward(self, one: _Chunk, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Run a chunk backward, after its forward was replayed."""
         one.grads = one.grads or [torch.empty_like(root).detach() for root in roots]
         for own, new in zip(one.grads, grads, strict=True):
@@ -203,7 +208,7 @@ class CapturedChunks:
             try:
                 one.backward = self._capture_backward(one, roots)
             except RuntimeError as error:
-                self._give_up(spec, error)
+                self._give_up("the backward of a chunk", error)
         if one.backward is None:
             torch.autograd.backward(roots, one.grads, retain_graph=True)
             return
@@ -219,17 +224,18 @@ class CapturedChunks:
                 self._totals[id(tensor)] = tensor, torch.zeros_like(tensor).detach()
         # What forward has saved stays: if this fails, backward runs eagerly.
         with self._capturing(one.pool) as graph:
-            grads = torch.autograd.grad(
-                roots, wanted, one.grads, retain_graph=True, allow_unused=True
-            )
+            given = roots, wanted, one.grads
+            grads = torch.autograd.grad(*given, retain_graph=True, allow_unused=True)
             found = [(t, g) for t, g in zip(wanted, grads, strict=True) if g is not None]
-            one.of_inputs = [(tensor, grad) for tensor, grad in found if id(tensor) in own]
-            of_weights = [(tensor, grad) for tensor, grad in found if id(tensor) not in own]
+            one.of_inputs = [(t, grad.contiguous()) for t, grad in found if id(t) in own]
+            of_weights = [(t, grad) for t, grad in found if id(t) not in own]
             if any(grad.is_sparse for _, grad in of_weights):
                 raise RuntimeError("a gradient is sparse")
             for weight, grad in of_weights:
                 self._totals[id(weight)][1].add_(grad)
         one.weights = [weight for weight, _ in of_weights]
+        sent = [t.detach().requires_grad_(t.requires_grad) for t in one.state.sent]
+        one.state = replace(one.state, sent=sent)  # the pool keeps what autograd has saved
         return graph
 
     @contextmanager
@@ -246,45 +252,36 @@ class CapturedChunks:
         is_cached = torch.is_autocast_cache_enabled()
         default.graphsafe_set_state(torch.Generator(self._device))
         torch.set_autocast_cache_enabled(False)  # a cast weight would lie in one graph's memory
-        capture = torch.cuda.graph(
-            graph, pool=pool, stream=self._side, capture_error_mode="thread_local"
-        )
+        options: Any = {"pool": pool, "stream": self._side, "capture_error_mode": "thread_local"}
         try:
-            with torch.cuda.stream(self._side), capture:  # a failed capture stays on its stream
+            # A capture that fails leaves its stream the current one.
+            with torch.cuda.stream(self._side), torch.cuda.graph(graph, **options):
                 yield graph
         finally:
             torch.set_autocast_cache_enabled(is_cached)
             default.graphsafe_set_state(before)
 
-    def _give_up(self, spec: PassSpec, error: RuntimeError) -> None:
-        self._has_failed = True
-        number = spec.context.segment
-        layer = next(one for one in spec.stage.computed if one.index == number).module.graph
-        names = [str(node.target) for node in layer.nodes if node.op == "call_module"]
+    def _give_up(self, what: str, error: RuntimeError) -> None:
+        self._has_failed, cause = True, error.__context__  # of the error that ends the capture
         self._fallbacks.tell(
-            "Chunks run without CUDA graphs, since layer %s (%s) or what follows it cannot be "
-            "captured: %s. A layer must not wait for the device, as .item(), boolean masks and "
-            "torch.unique do.",
-            number,
-            ", ".join(names),
-            first_line(error),
+            "Chunks run without CUDA graphs, since %s cannot be captured: %s. Layers must not wait "
+            "for the device, as .item(), boolean masks and torch.unique do.",
+            what,
+            first_line(cause if isinstance(cause, Exception) else error),
         )
 
-    def _memory(self, spec: PassSpec, tensors: Sequence[Tensor]) -> Any:
+    def _objects(self) -> tuple[Any, ...]:
+        return self._spec.stage, self._spec.plan, self._context
+
+    def _memory(self, tensors: Sequence[Tensor]) -> Any:
         """Return what graphs depend on: some objects, and where lies what stays; None if unknown.
 
         Equal values at the end of a step and at the beginning of the next one mean that nothing has
         moved.
         """
-        held = _store(spec).memory()
+        held, objects = self._store.memory(), list(map(id, self._objects()))
         weights = [(one.data_ptr(), one.shape, one.dtype, one.requires_grad) for one in tensors]
-        objects = [id(one) for one in (spec.stage, spec.plan, spec.context)]
         return None if held is None else (self._kind, objects, weights, held)
-
-
-def _store(spec: PassSpec) -> HistoryStore:
-    assert isinstance(spec.context, MessageContext) and spec.context.store is not None
-    return spec.context.store
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from lightning_gnnpipe.chunks.captured import CapturedChunks, ChunkState, SeedOf
+from lightning_gnnpipe.chunks.captured import CapturedChunks, ChunkState, Seeding, SeedOf
 from lightning_gnnpipe.chunks.inputs import PassInputs
 from lightning_gnnpipe.chunks.step_trace import TraceEvent
 from lightning_gnnpipe.codecs import Codecs
@@ -113,11 +113,20 @@ class Step:
         ]
         for chunk, received in self._receive("forward", spec.order):
             with self._timed("forward", chunk.index):
-                sent = self._compute(chunk, received)
+                for name, tensor in zip(self._stage.received, received, strict=True):
+                    needs_grad = self._stage.values[name].requires_grad
+                    tensor.requires_grad_(spec.is_training and needs_grad)
+                leaves = spec.inputs.slice(chunk, self._stage.leaves)
+                if self.captured is None:
+                    state = self._compute(chunk, received, leaves, spec.seed_of)
+                else:
+                    state = self.captured.forward(chunk, received, leaves, self._compute)
                 if self._is_last:
-                    for output, value, part in zip(outputs, spec.outputs, sent, strict=True):
+                    for output, value, part in zip(outputs, spec.outputs, state.sent, strict=True):
                         output[spec.inputs.places(chunk, value)] = part.detach()
-            self._send("forward", chunk, sent)
+            if spec.is_training:
+                self._states[chunk.index] = state
+            self._send("forward", chunk, state.sent)
         if self._targets["forward"] is not None:
             spec.transport.flush()
         return self._collect(outputs)
@@ -141,27 +150,14 @@ class Step:
                 found = self._differentiate(chunk, grads)
             self._send("backward", chunk, found)
 
-    def _compute(self, chunk: Piece, received: Sequence[Tensor]) -> list[Tensor]:
-        """Compute one chunk, and keep for backward what autograd starts from."""
-        spec, stage = self.spec, self._stage
-        for name, tensor in zip(stage.received, received, strict=True):
-            tensor.requires_grad_(spec.is_training and stage.values[name].requires_grad)
-        leaves = spec.inputs.slice(chunk, stage.leaves)
-        if self.captured is None:
-            state = self._run(chunk, received, leaves, spec.seed_of)
-        else:
-            state = self.captured.forward(spec, chunk, received, leaves, self._run)
-        if spec.is_training:
-            self._states[chunk.index] = state
-        return state.sent
-
-    def _run(
+    def _compute(
         self,
         chunk: Piece,
         received: Sequence[Tensor],
         leaves: dict[str, Any],
-        seed_of: SeedOf | None,
+        seed_of: Seeding | None,
     ) -> ChunkState:
+        """Compute one chunk; return what is sent, and what autograd starts from."""
         spec, stage = self.spec, self._stage
         values = leaves | dict(zip(stage.received, received, strict=True))
         given = stage.computed, values, chunk, spec.context, seed_of
@@ -267,7 +263,7 @@ def run_segments(
     values: dict[str, Any],
     chunk: Any,
     context: MessageContext | NativeContext,
-    seed_of: SeedOf | None = None,
+    seed_of: Seeding | None = None,
     unread: Sequence[Sequence[str]] = (),
 ) -> None:
     """Run `segments` over `chunk`, and add their outputs to `values` by name.
@@ -312,7 +308,7 @@ def run_recomputed(
     values: dict[str, Any],
     chunk: Any,
     context: MessageContext | NativeContext,
-    seed_of: SeedOf | None,
+    seed_of: Seeding | None,
     keep: Collection[str],
 ) -> None:
     """Like `run_segments`, but recompute activations in backward; gradients are the same.

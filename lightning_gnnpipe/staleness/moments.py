@@ -180,7 +180,8 @@ class RowMoments:
             own[0] = 0
         if not self._is_known:
             own[1] = own[0]
-        num_run = self._count(chunk, count)
+        self._counts[chunk] = count
+        self._num_run = num_run = self._num_run + count
         if self._shares is None:
             shares = away.new_tensor(_share_of_rows(count, num_run, self.num_rows))
         else:
@@ -201,12 +202,6 @@ class RowMoments:
         torch.addcmul(means[0], known[CHANGE], means[1], value=-1, out=known[MEAN])
         return away
 
-    def _count(self, chunk: int, count: int) -> int:
-        """Count the rows of a chunk that runs now; return how many have run."""
-        self._counts[chunk] = count
-        self._num_run += count
-        return self._num_run
-
     @property
     def shares(self) -> Tensor | None:
         """What depends on the order; None if numbers of rows may be new in this step."""
@@ -218,7 +213,7 @@ class RowMoments:
     def note(self, chunk: int) -> None:
         """Note that a CUDA graph has done what `add` does."""
         assert self._shares is not None
-        self._count(chunk, self._counts[chunk])
+        self._num_run += self._counts[chunk]
         self._runs[chunk] = self._shares[chunk, 2]
 
     def forget(self, chunk: int) -> None:

@@ -6,10 +6,11 @@ also collects, chunk by chunk, the mean drift of rows and, for callbacks, the st
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ from lightning_gnnpipe.staleness.saved import SavedRows
 
 NEVER = -1
 _DEFAULTS = HistoryOptions()
-_order_numbers = count(1)  # several stores share matrices, which keep numbers of an order
+_order_numbers = itertools.count(1)  # several stores share matrices, which keep numbers of an order
 
 
 class ShardLink(Protocol):

@@ -124,8 +124,10 @@ class TrainingPass:
             store.recorder = StalenessRecorder() if controls.records_staleness else None
             store.before_forward(is_exact=self.is_exact, reads_snapshot=reads_snapshot)
             captured = self._spec.captured
-            is_usual = is_first and store.recorder is None  # runs what each step runs
-            if captured is not None and is_usual and captured.begin(self._spec, self._tensors()):
+            is_usual = is_first and store.recorder is None
+            if captured is not None and captured.begin(
+                self._spec, self._tensors(), is_usual=is_usual
+            ):
                 self._step.captured = captured
         with (
             intercept(self._model.intercepted, self._spec.context),
@@ -159,7 +161,7 @@ class TrainingPass:
             self._sums.begin()
             self._step.backward(grads, self._sums.expect_later)
         if self._spec.captured is not None:
-            self._spec.captured.end(self._spec, self._tensors())
+            self._spec.captured.end(self._tensors())
         for name, grad in self._spec.inputs.weight_grads().items():
             torch.autograd.backward([self._model.module.get_parameter(name)], [grad])  # runs hooks
         self._sums.finish()

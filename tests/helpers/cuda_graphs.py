@@ -13,7 +13,6 @@ Where there is a GPU (`GNNPIPE_DEVICE`) its own graphs run.
 from __future__ import annotations
 
 import multiprocessing
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -38,12 +37,18 @@ class Counts:
         self.captures, self.replays = (multiprocessing.Value("i") for _ in range(2))
 
 
+class _Pool:
+    def __init__(self) -> None:
+        self.graphs: list[Graph] = []
+        self.last = -1  # the place of the one replayed last
+
+
 class Graph:
     """Instead of `torch.cuda.CUDAGraph`."""
 
     capturing: Graph | None = None
     counts = Counts()
-    pools: dict[Any, list[Any]] = defaultdict(list)  # graphs, and then the last one replayed
+    pool: _Pool
 
     def __init__(self) -> None:
         self.generators: list[torch.Generator] = []
@@ -53,17 +58,14 @@ class Graph:
         self.generators.append(generator)
 
     def replay(self) -> None:
-        place = self.pool.index(self)
-        assert place == 0 or self.last[self.pool[0]] == place - 1, "the order of capture"
-        self.last[self.pool[0]] = place
+        place = self.pool.graphs.index(self)
+        assert place in (0, self.pool.last + 1), "not in the order of capture"
+        self.pool.last = place
         with self.counts.replays.get_lock():
             self.counts.replays.value += 1
         with torch.no_grad():
             for one in self.operations:
                 one()
-
-    pool: list[Graph]
-    last: dict[Graph, int] = {}
 
 
 class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
@@ -119,14 +121,14 @@ class _Recorder(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _capture(graph: Graph, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
+def _capture(graph: Graph, pool: _Pool, stream: Any, capture_error_mode: str) -> Iterator[None]:
     recorder = _Recorder(graph)
     Graph.capturing = graph
     try:
         with recorder:  # type: ignore[no-untyped-call]
             yield
-        graph.pool = Graph.pools[pool]
-        graph.pool.append(graph)
+        graph.pool = pool
+        pool.graphs.append(graph)
         Graph.counts.captures.value += 1
     finally:
         Graph.capturing = None
@@ -163,7 +165,7 @@ def cuda_graphs() -> Iterator[Counts]:
     own: dict[str, Any] = {
         "CUDAGraph": Graph,
         "graph": _capture,
-        "graph_pool_handle": object,
+        "graph_pool_handle": _Pool,
         "Stream": lambda device: None,
         "stream": lambda stream: nullcontext(),
         "default_generators": (_Default(),),

@@ -2,6 +2,8 @@
 
     GNNPIPE_DEVICE=cuda pytest -p tests.helpers.on_device tests/promises/test_p1_transparency.py
 
+With `GNNPIPE_CUDA_GRAPHS=1` the strategy has `cuda_graphs=True` where its other options allow it.
+
 Tests fork their ranks. CUDA does not survive a fork, so this process must not begin to use it: a
 fit on one rank and the oracle, whose backward would, get processes of their own, and files are
 loaded to the CPU. PyG's import, which reads how torch was built, and MPI, which Lightning looks
@@ -17,7 +19,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,19 @@ import torch
 
 torch.__config__.show = lambda: ""
 import lightning as L
+import pytest
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins import MixedPrecision
 
+from lightning_gnnpipe import GNNPipeStrategy
+from lightning_gnnpipe.errors import ConfigError
 from tests.helpers import training
+from tests.helpers.cuda_graphs import cuda_graphs
 from tests.helpers.device import DEVICE
 
 _oracle = training.train_with_oracle
 _init, _fit, _load = L.Trainer.__init__, L.Trainer.fit, torch.load
+_strategy = GNNPipeStrategy.__init__
 
 
 class OneCard(CUDAAccelerator):
@@ -90,6 +97,13 @@ def _trained(module: L.LightningModule, *args: Any, **kwargs: Any) -> list[Any]:
         return list(steps)
 
 
+def _captured(self: GNNPipeStrategy, **options: Any) -> None:
+    try:
+        _strategy(self, **{"cuda_graphs": True, **options})
+    except ConfigError:
+        _strategy(self, **options)
+
+
 def _in_a_process(work: Callable[[], None]) -> None:
     pid = os.fork()
     if not pid:
@@ -104,6 +118,16 @@ def _in_a_process(work: Callable[[], None]) -> None:
     _, status = os.waitpid(pid, 0)
     if status:
         raise RuntimeError(f"The process of the fit ended with {os.waitstatus_to_exitcode(status)}")
+
+
+if os.environ.get("GNNPIPE_CUDA_GRAPHS"):
+    GNNPipeStrategy.__init__ = functools.wraps(_strategy)(_captured)  # type: ignore[method-assign]
+
+    @pytest.fixture(autouse=True)
+    def graphs() -> Iterator[None]:
+        """Have CUDA graphs in each test, simulated ones on the CPU."""
+        with cuda_graphs():
+            yield
 
 
 L.Trainer.__init__ = functools.wraps(_init)(_made)  # type: ignore[method-assign]

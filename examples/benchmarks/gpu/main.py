@@ -113,6 +113,12 @@ class Bench:
             "PyG, CSR": {"mode": "csr"},
         }
         settings |= {f"K = {chunks}": {"chunks": chunks} for chunks in options.chunks}
+        captured = {"cuda_graphs": True, "warm": 3}  # graphs are made in the third step
+        settings |= {
+            f"K = {chunks}, CUDA graphs": {"chunks": chunks, **captured}
+            for chunks in options.chunks
+            if chunks > 1
+        }
         settings[f"K = {options.chunks[-1]}, lean"] = {"chunks": options.chunks[-1], **LEAN}
         rows: Rows = []
         with self.graph(options.nodes, options.edges) as graph:
