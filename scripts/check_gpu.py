@@ -46,9 +46,18 @@ CHECKS: dict[str, tuple[str, str]] = {
     ),
     "P3": (PROMISES + "test_p3_s_invariance.py", "test_losses and (edge or batch_norm)"),
     "CUDA graphs": ("tests/chunks/test_captured.py", ""),
-    "P2, as CUDA graphs": (PROMISES + "test_p2_stale_gradient.py", "16-warmup or 5-exact or gcnii"),
-    "P3, as CUDA graphs": (PROMISES + "test_p3_s_invariance.py", "test_losses"),
-    "P6, as CUDA graphs": (PROMISES + "test_p6_resume.py", "undisturbed or other_options"),
+    "P2, as CUDA graphs": (
+        PROMISES + "test_p2_stale_gradient.py",
+        "test_one_stage and (16-warmup or 5-exact)",
+    ),
+    "P3, as CUDA graphs": (
+        PROMISES + "test_p3_s_invariance.py",
+        "test_losses and (gat_jk or batch_norm)",
+    ),
+    "P6, as CUDA graphs": (
+        PROMISES + "test_p6_resume.py",
+        "undisturbed and (1-defaults or 2-defaults)",
+    ),
     "bf16 and fp16 mixed": ("tests/test_precision.py", "close_to_double and mixed"),
     "rows on the host": (
         "tests/engine/test_recompute.py",
