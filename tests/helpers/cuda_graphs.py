@@ -129,7 +129,8 @@ def _capture(graph: Graph, pool: _Pool, stream: Any, capture_error_mode: str) ->
             yield
         graph.pool = pool
         pool.graphs.append(graph)
-        Graph.counts.captures.value += 1
+        with Graph.counts.captures.get_lock():
+            Graph.counts.captures.value += 1
     finally:
         Graph.capturing = None
         recorder.undo()
