@@ -342,9 +342,6 @@ class HistoryStore:
             self._copies.fetch(rows, positions, out)
 
 
-Ran = tuple[list["_History"], list[RowMoments]]
-
-
 @dataclass(slots=True)
 class _History:
     """Rows, `[num_rows, *]`, with their gradients, and a snapshot of them (`kept`)."""
@@ -391,6 +388,7 @@ class _History:
             self.note_all()
 
 
+Ran = tuple[list[_History], list[RowMoments]]
 _Compute = Callable[[Tensor], Tensor]
 _Kept = tuple[int, Tensor, _Compute]
 
