@@ -16,7 +16,7 @@ of capture. The order of chunks is new in each step, so each chunk has a pool of
 forward and its backward.
 
 Random numbers: each segment draws from a generator of its own, which is seeded before each replay
-as eager code seeds the device's generator. So numbers are those of eager code.
+as eager code seeds the device's generator. So numbers equal eager ones.
 
 Weights: a graph adds its gradients to totals that all chunks share. They reach `.grad` at the end
 of the phase, outside of graphs.
@@ -111,7 +111,7 @@ class CapturedChunks:
         self._device, self._fallbacks = device, fallbacks
         self._chunks: dict[int, _Chunk] = {}
         self._totals: dict[int, tuple[Tensor, Tensor]] = {}  # weight and gradient, by id
-        self._used: dict[int, tuple[Tensor, Tensor]] = {}  # those of this step
+        self._used: dict[int, tuple[Tensor, Tensor]] = {}  # of this step
         self._generators: dict[int, torch.Generator] = {}  # by segment
         self._side: Any = None  # the stream of captures
         self._last: Any = None  # see `_memory`; at the end of the last pipelined step
@@ -134,7 +134,7 @@ class CapturedChunks:
             if self._num_eager == _MANY:
                 self._fallbacks.tell(
                     "The last %s steps ran without CUDA graphs, since weights, buffers, histories "
-                    "or the numbers of rows in norms have been others in each.",
+                    "or numbers of rows in norms have changed their place in each.",
                     _MANY,
                 )
             return False
