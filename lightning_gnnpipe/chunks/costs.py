@@ -219,6 +219,7 @@ class _Zeros(HistoryStore):
         if self.options.method.snapshot_steps is not None:
             num_bytes += sum(table.nbytes for table in tables)
         self._entries.clear()
+        self.moments.calls.clear()
         pushed = [table[0].numel() for table in tables if table.size(0) == self.num_rows]
         return num_bytes * self._counts, tuple(pushed)
 

@@ -144,9 +144,11 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
             result = _normalize(norm, x, *context.live[key])
         else:
             moments = store.moments.of(key, x)
-            moments.is_of_messages = context.is_passing
+            # Of rows that are no nodes a step may have another number.
+            chunk = context.at.chunk
+            moments.is_of_messages = context.is_passing or x.size(0) != chunk.num_nodes
             moments.prepare = prepare
-            result = _normalize_part(norm, x, _Part(moments, context.at.chunk.index, shards))
+            result = _normalize_part(norm, x, _Part(moments, chunk.index, shards))
         return result.to(context.dtypes.get(key, result.dtype))
 
     return run

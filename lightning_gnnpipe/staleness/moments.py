@@ -100,7 +100,7 @@ class RowMoments:
     def __init__(self, num_chunks: int, center: Tensor) -> None:
         self.num_chunks, width = num_chunks, center.numel()
         self.is_of_messages = False  # whose number a step may change, as dropped edges do
-        self._counts = [0] * num_chunks
+        self._counts, self._last_counts = [0] * num_chunks, tuple[int, ...]()
         self.center, self.var = torch.empty_like(center), torch.empty_like(center)
         self._slopes = center.new_ones(2, width)  # of RATIO and VAR
         self._least = self._slopes[1]  # the variance, at least `_TINY`
@@ -109,7 +109,7 @@ class RowMoments:
         self._pool = center.new_zeros(2, 2, width)  # of F, see `_means`
         self.table = center.new_zeros(num_chunks, 13, width)
         self._own_grad, self._grads = center.new_zeros(2, width), center.new_zeros(2, width)
-        self._shares: Tensor | None = None  # see `_share_of_rows`; None: counts are not known yet
+        self._shares: Tensor | None = None  # see `_share_of_rows`; None: counts may be new
         # What norms compute once for all chunks' backward, `[num_factors, num_chunks, channels]`.
         self.prepare: Callable[[RowMoments], Sequence[Tensor]] | None = None
         self.factors = center.new_empty(0)
@@ -120,10 +120,11 @@ class RowMoments:
         `means`: `[num_chunks, 3, channels]` count and means of x - c and (x - c)^2; None if
         unknown. `total`: `[3, channels]`, the same of all rows. `center`: their mean.
         """
-        self._is_known = means is not None
+        self._is_known, self._counts = means is not None, [0] * self.num_chunks
         if means is not None:
             self._counts = [int(count) for count in means[:, 0, 0].tolist()]
             self._means.copy_(means[:, 1:])
+        self._last_counts = (*self._counts,)
         self._take(int(total[0, 0]), center, total[2] - total[1].square())
         self._clear()
 
@@ -142,10 +143,11 @@ class RowMoments:
     def begin_step(self, order: StepOrder) -> None:
         """Begin a step of chunks in `order`."""
         self._keep_step()
-        self._shares = None
-        if self._is_known and not self.is_of_messages:
-            counts = (*self._counts,)
+        self._shares, counts = None, (*self._counts,)
+        if self._is_known and counts == self._last_counts:  # so they will be most likely
             self._shares = order.kept(counts, self.center, lambda _: _shares(counts, order.chunks))
+
+        self._last_counts = counts
 
     def _keep_step(self) -> None:
         """Keep this step's means as the last step's if all chunks have run."""
@@ -180,7 +182,8 @@ class RowMoments:
             own[0] = 0
         if not self._is_known:
             own[1] = own[0]
-        self._counts[chunk] = count
+        if count != self._counts[chunk]:
+            self._shares, self._counts[chunk] = None, count
         self._num_run = num_run = self._num_run + count
         if self._shares is None:
             shares = away.new_tensor(_share_of_rows(count, num_run, self.num_rows))

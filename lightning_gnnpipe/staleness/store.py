@@ -103,7 +103,7 @@ class HistoryStore:
         """Begin a training step over the chunks in `order`; None for one over the whole graph."""
         self.step = step
         if order is not None:
-            self.order.set(order, self.sizes)
+            self.order.set(order, self.sizes, self._ends[-1] if self._ends else 1)
         if self.moments.calls:
             self.moments.begin_step(self.order)
         for entry in self._entries.values():
@@ -411,10 +411,13 @@ class StepOrder:
         # By name, dtype and device: the number of the order, its numbers, how to find them.
         self._numbers: dict[tuple[Hashable, torch.dtype, torch.device], _Kept] = {}
         self._owners: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the halo, which is kept
-        self.set(range(num_chunks), [1] * num_chunks)
+        self.set(range(num_chunks), [1] * num_chunks, num_chunks)
 
-    def set(self, order: Sequence[int], sizes: Sequence[int]) -> None:
-        """Begin a step in `order`; `sizes`: nodes of each chunk, of all shards."""
+    def set(self, order: Sequence[int], sizes: Sequence[int], num_rows: int) -> None:
+        """Begin a step in `order`.
+
+        `sizes`: nodes of each chunk, of all shards; `num_rows`: nodes of this one.
+        """
         if (*order,) == self.chunks and (*sizes,) == self._sizes:
             return
         self.chunks, self._sizes, self.number = (*order,), (*sizes,), next(_order_numbers)
@@ -424,7 +427,7 @@ class StepOrder:
         self._places = places.tolist()
         self._stale = (places > places.unsqueeze(1)).double()  # `[reader, source]`
         num_run = torch.tensor(sizes, dtype=torch.float64, device="cpu")[chunks].cumsum(0)
-        self._by_drift = self._stale / (FLOOR + num_run)[places].unsqueeze(1)
+        self._by_drift = self._stale * (num_rows / (FLOOR + num_run))[places].unsqueeze(1)
 
     def is_stale(self, reader: int, source: int) -> bool:
         """Whether `reader` runs before `source`."""
@@ -565,13 +568,14 @@ class GradientBuffer:
 class MeanDrift:
     """Change of one history's rows within a step: an optimizer step changes most rows alike.
 
-    `total` is the sum over the rows of chunks that have run of (row now - row then), `[channels]`.
-    A stale row is assumed to have moved by the mean, see `StepOrder.by_drift`. Autograd treats
-    stale rows and drift as constants. `ends` are the end positions of the chunks.
+    `total` is the sum over the rows of chunks that have run of (row now - row then), by the number
+    of all rows, so that half types hold it, `[channels]`. A stale row is assumed to have moved by
+    the mean of chunks that have run, see `StepOrder.by_drift`. Autograd treats stale rows and drift
+    as constants. `ends` are the end positions of the chunks.
     """
 
     def __init__(self, ends: Sequence[int]) -> None:
-        self._bounds = list(pairwise([0, *ends]))
+        self._bounds, self._share = list(pairwise([0, *ends])), 1 / max(ends[-1], 1)
         self._sums, self._signs, self.total = torch.empty(0, 2), torch.empty(0), torch.empty(0)
         self.begin_step()
 
@@ -590,7 +594,8 @@ class MeanDrift:
         now = torch.stack(sums)
         if len(self._sums) != len(now) or self._sums.device != now.device:
             self._sums = torch.stack([now, now], 1)  # now and then, `[num_chunks, 2, channels]`
-            self._signs, self.total = now.new_tensor([1.0, -1.0]), torch.zeros_like(now[0])
+            self._signs = now.new_tensor([self._share, -self._share])
+            self.total = torch.zeros_like(now[0])
             return
         self._sums.copy_(now.unsqueeze(1))
         self.total.zero_()
@@ -616,7 +621,7 @@ class MeanDrift:
         if sum_over_shards is None:  # with `out` autocast leaves the product alone
             torch.addmv(self.total, both.t(), self._signs, out=self.total)
         else:
-            self.total.add_(sum_over_shards(both[0] - both[1]))
+            self.total.add_(sum_over_shards(both[0] - both[1]), alpha=self._share)
         if is_kept:
             self.seen[chunk] = self.total.clone()
 

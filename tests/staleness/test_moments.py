@@ -1,9 +1,10 @@
-"""Statistics of rows over shards whose number of rows changes, as that of dropped edges does."""
+"""Statistics of rows whose number changes from step to step, as that of dropped edges does."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
@@ -12,26 +13,27 @@ from lightning_gnnpipe.staleness import MomentStore, StepOrder
 
 
 class Peer:
-    """The sum over this shard and another one with the same rows in reverse."""
+    """The sum over this shard and another one with equal rows."""
 
     def sum(self, own: Tensor) -> Tensor:
         return own * 2
 
 
-def test_shards_take_the_number_of_this_steps_messages() -> None:
+@pytest.mark.parametrize("shards", [None, Peer()])
+def test_statistics_are_of_this_steps_rows(shards: Peer | None) -> None:
     torch.manual_seed(0)
-    store, counts, peer = MomentStore(2), (6, 4), Peer()
-    rows = torch.randn(20, 3, dtype=torch.float64)
-    store.keep("norm", rows, [2 * count for count in counts])
-    for counts in ((6, 4), (5, 0), (2, 4)):
+    store, order, times = MomentStore(2), StepOrder(2), 1 if shards is None else 2
+    rows = torch.randn(10 * times, 3, dtype=torch.float64)
+    store.keep("norm", rows, [6 * times, 4 * times])
+    for counts in ((6, 4), (6, 4), (6, 4), (5, 4), (5, 4), (5, 4), (5, 0), (2, 4)):
         moments: Any = store.calls["norm"]
+        store.begin_step(order)
         moments.is_of_messages = True
-        store.begin_step(StepOrder(2))
         parts = [torch.randn(count, 3, dtype=torch.float64) + 1 for count in counts]
         for chunk, part in enumerate(parts):
-            moments.add(chunk, part, 1e-5, peer)
+            moments.add(chunk, part, 1e-5, shards)
         mean, var, number = moments.present()
         every = torch.cat(parts)
         assert_close(mean, every.mean(0), rtol=0, atol=1e-12)
         assert_close(var, every.var(0, unbiased=False), rtol=0, atol=1e-12)
-        assert int(number) == 2 * sum(counts)
+        assert int(number) == times * sum(counts)
