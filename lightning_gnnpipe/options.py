@@ -310,7 +310,8 @@ class RunOptions:
     def graph_chunks(self) -> int:
         """K of a graph with enough nodes: 1 on one stage, where chunks only cost time."""
         given = self.given
-        is_asked = not given.has_free_chunks or bool(given.of_chunks) or given.recompute
+        need = [one for one in given.of_chunks if one != "cuda_graphs"]
+        is_asked = not given.has_free_chunks or bool(need) or given.recompute
         is_whole = self.num_stages == 1 and not is_asked and self.chosen is None
         return 1 if is_whole else self.num_chunks
 

@@ -4,7 +4,6 @@ from lightning_gnnpipe.chunks.captured import CapturedChunks, SeedOf, can_captur
 from lightning_gnnpipe.chunks.costs import (
     LayerCost,
     StepCosts,
-    chunks_to_compare,
     measure_layers,
     now,
 )

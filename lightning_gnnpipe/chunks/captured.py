@@ -184,15 +184,19 @@ class CapturedChunks:
         def draw_from(segment: int, chunk: int) -> None:
             default.graphsafe_set_state(own[segment])
 
+        one: _Chunk | None = None
         try:
             one = _Chunk(self._spec, chunk, received, leaves)
             with self._capturing(one.pool, own.values()) as one.forward:
                 one.state = run(chunk, one.received, one.leaves, draw_from)
         except RuntimeError as error:  # as CUDA's are
-            number = self._context.segment
-            layer = next(one for one in self._spec.stage.computed if one.index == number)
-            nodes = layer.module.graph.find_nodes(op="call_module")
-            self._give_up(f"layer {number} ({', '.join(str(n.target) for n in nodes)})", error)
+            what = "the input of a chunk"
+            if one is not None:
+                number = self._context.segment
+                layer = next(s for s in self._spec.stage.computed if s.index == number)
+                nodes = layer.module.graph.find_nodes(op="call_module")
+                what = f"layer {number} ({', '.join(str(n.target) for n in nodes)})"
+            self._give_up(what, error)
             self._store.forget(chunk)
             return None
         one.ran = self._store.ran(chunk)

@@ -114,20 +114,19 @@ class StepCosts:
         slowest_s = max(self.compute_s(self.of(stage), num_chunks) for stage in stages)
         return slowest_s * (num_chunks + len(stages) - 1) / num_chunks
 
+    def times(self, stages: Sequence[Stage], num_nodes: int) -> dict[int, float]:
+        """Return `step_s` by the numbers of chunks to choose from: 1 to 16 a stage."""
+        numbers = (len(stages) << power for power in range(5))
+        possible = [number for number in numbers if number <= num_nodes] or [num_nodes]
+        return {number: self.step_s(stages, number) for number in possible}
+
     def choose_num_chunks(self, stages: Sequence[Stage], num_nodes: int) -> int:
         """Return the number of chunks that is fastest on these stages.
 
         Of numbers that take at most 5 % longer, the smallest: its embeddings are the least stale.
         """
-        numbers = chunks_to_compare(len(stages), num_nodes)
-        times = {number: self.step_s(stages, number) for number in numbers}
-        return next(n for n in numbers if times[n] <= 1.05 * min(times.values()))
-
-
-def chunks_to_compare(num_stages: int, num_nodes: int) -> list[int]:
-    """Return the numbers of chunks that num_chunks="auto" may choose: 1 to 16 a stage."""
-    numbers = (num_stages << power for power in range(5))
-    return [number for number in numbers if number <= num_nodes] or [num_nodes]
+        times = self.times(stages, num_nodes)
+        return next(n for n in times if times[n] <= 1.05 * min(times.values()))
 
 
 _MOST_RUNS = 5

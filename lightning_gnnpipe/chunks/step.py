@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +38,6 @@ from lightning_gnnpipe.graph import BatchPlan, Chunk, ChunkPlan, MicroBatch
 from lightning_gnnpipe.layers import NativeContext
 from lightning_gnnpipe.passing import MessageContext, Tape
 from lightning_gnnpipe.stages import Segment, Stage, Value
-from lightning_gnnpipe.staleness import LEAST_NODES
 from lightning_gnnpipe.types import Phase
 
 _MASK = (1 << 64) - 1
@@ -93,9 +92,6 @@ class Step:
             "backward": [value for value in self._sent if value.requires_grad],
         }
         self._unread = unread_after(self._stage.computed, self._stage.sent)
-        context = spec.context
-        keeps = spec.is_training and isinstance(context, MessageContext)
-        self._store = cast(MessageContext, context).store if keeps else None
         self._states: dict[int, ChunkState] = {}  # by chunk
         self.captured: CapturedChunks | None = None  # of this step
         self.events: list[TraceEvent] = []
@@ -164,9 +160,7 @@ class Step:
         if spec.recompute and spec.is_training:
             run_recomputed(*given, stage.sent)
         else:
-            store = self._store if chunk.end - chunk.start >= LEAST_NODES else None
-            with nullcontext() if store is None else store.keeping_once():
-                run_segments(*given, self._unread)
+            run_segments(*given, self._unread)
         sent = [values[name] for name in stage.sent]
         for value, part in zip(self._sent, sent, strict=True):
             self._check_rows(chunk, value, part)

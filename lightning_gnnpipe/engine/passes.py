@@ -131,13 +131,15 @@ class Passes:
             mode, graph, context, own.inputs, is_exact=is_exact, is_training=True
         )
         device = self._transport.world.device
-        if not self._options.given.cuda_graphs or is_exact or not is_written:
+        if not self._options.given.cuda_graphs:
             return spec
-        if own.captured is None and can_capture(device):
-            own.captured = CapturedChunks(device, self._fallbacks)
-        elif own.captured is None:
-            self._fallbacks.tell("cuda_graphs=True has no effect on %s.", device)
-        return replace(spec, captured=own.captured)
+        place = "one chunk" if graph.plan.num_chunks == 1 else str(device)
+        if place == "one chunk" or not can_capture(device):
+            self._fallbacks.tell("cuda_graphs=True has no effect on %s.", place)
+        elif is_written and not is_exact:
+            own.captured = own.captured or CapturedChunks(device, self._fallbacks)
+            return replace(spec, captured=own.captured)
+        return spec
 
     def over_graph(
         self,

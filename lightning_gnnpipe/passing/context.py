@@ -205,8 +205,7 @@ class MessageContext(TapedContext):
 
     def prepare(self) -> None:
         """Write the numbers of this step's order, which CUDA graphs read."""
-        if self.store is None:
-            return
+        assert self.store is not None
         self.store.prepare()
         for adjacency in {one.adjacency for one in self._bound.values()}:
             adjacency.refresh(self.store.order)

@@ -14,7 +14,6 @@ from lightning_gnnpipe.staleness.moments import (
     mean_and_var,
     sums_by_chunk,
 )
-from lightning_gnnpipe.staleness.saved import LEAST_NODES
 from lightning_gnnpipe.staleness.store import (
     NEVER,
     HistoryStore,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any, Protocol
@@ -20,7 +19,6 @@ from lightning_gnnpipe.graph import Chunk
 from lightning_gnnpipe.staleness.copies import HostCopies, Wait, done
 from lightning_gnnpipe.staleness.method import HistoryOptions
 from lightning_gnnpipe.staleness.moments import FLOOR, MomentStore, RowMoments, float_of
-from lightning_gnnpipe.staleness.saved import SavedRows
 
 NEVER = -1
 _DEFAULTS = HistoryOptions()
@@ -73,7 +71,6 @@ class HistoryStore:
         self.moments = MomentStore(num_chunks)
         self._copies = HostCopies(options.device)
         self._entries: dict[Hashable, _History] = {}
-        self._saved: SavedRows | None = None
         self._pushed: set[Hashable] = set()  # since the last forward phase of training
         self._halos: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the halo, which is kept alive
 
@@ -214,8 +211,6 @@ class HistoryStore:
             entry.old[chunk.start : chunk.end] = target
         if self.is_local:
             target.copy_(rows)
-            if self._saved is not None and target.dtype == rows.dtype:
-                self._saved.replace(rows, target)
         else:
             entry.arriving |= dict.fromkeys(chunks, self._copies.send(rows, target))
             target = rows.to(target.dtype)  # as stored, but where the layers compute
@@ -226,19 +221,6 @@ class HistoryStore:
         for c in chunks:
             written[c] = self.step
         entry.is_filled = entry.is_filled or NEVER not in written
-
-    @contextmanager
-    def keeping_once(self) -> Iterator[None]:
-        """Let autograd save rows in histories; within the block one chunk runs."""
-        self._saved = SavedRows() if self.is_local else None
-        if self._saved is None:
-            yield
-            return
-        try:
-            with self._saved.watched():
-                yield
-        finally:
-            self._saved = None
 
     def push_ghosts(
         self, key: Hashable, positions: Tensor, rows: Tensor, *, keeps_old: bool = False
@@ -268,8 +250,7 @@ class HistoryStore:
 
     def pull(self, key: Hashable, chunk: Chunk, out: Tensor) -> None:
         """Read the halo rows into `out`, `[num_halo, *]`."""
-        rows, halo = self.read(key, chunk), chunk.halo if self.is_local else self._halo(chunk)
-        self._select(rows, halo, out)
+        self._select(self.read(key, chunk), self._halo(chunk), out)
         if (drift := self._entries[key].drift) is not None:
             self._move(chunk, out, drift.total)
 
@@ -277,8 +258,8 @@ class HistoryStore:
         """Repeat `pull` after later chunks have pushed."""
         entry = self._entries[key]
         entry.settle(chunk.halo_chunks)
-        counts, halo = list(chunk.halo_counts), chunk.halo if self.is_local else self._halo(chunk)
-        parts = torch.split(out, counts), torch.split(halo, counts)
+        counts = list(chunk.halo_counts)
+        parts = torch.split(out, counts), torch.split(self._halo(chunk), counts)
         for source, target, positions in zip(chunk.halo_chunks, *parts, strict=True):
             rows = entry.old if self.order.is_stale(chunk.index, source) else entry.rows
             assert rows is not None
@@ -294,8 +275,7 @@ class HistoryStore:
 
     def push_grad(self, key: Hashable, chunk: Chunk, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
-        halo = chunk.halo if self.is_local else self._halo(chunk)
-        self._entries[key].grads.add(halo, grad)
+        self._entries[key].grads.add(self._halo(chunk), grad)
 
     def add_grad(self, key: Hashable, chunk: Chunk, own: Tensor, *, is_linear: bool) -> Tensor:
         """Return the gradient of the chunk's rows: its `own` and, scaled, that of other chunks."""
@@ -312,7 +292,9 @@ class HistoryStore:
         return self._entries[key].grads
 
     def _halo(self, chunk: Chunk) -> Tensor:
-        """Return the chunk's halo positions on the histories' device, another one."""
+        """Return the chunk's halo positions on the histories' device."""
+        if self.is_local:
+            return chunk.halo
         if id(chunk.halo) not in self._halos:
             self._halos[id(chunk.halo)] = chunk.halo, chunk.halo.to(self.options.device)
         return self._halos[id(chunk.halo)][1]
@@ -360,7 +342,7 @@ class _History:
     def held(self) -> list[Tensor | None]:
         """Return what steps write in place."""
         moved = [] if self.drift is None else self.drift.held()
-        return [self.rows, self.grads.table, *moved]
+        return [self.rows, self.grads.total, *moved]
 
     def settle(self, chunks: Iterable[int] | None = None) -> None:
         """Wait until the rows of `chunks`, by default of all, have arrived."""
@@ -497,21 +479,17 @@ class GradientBuffer:
         self._shape, self._device = rows.shape, rows.device
         self._copies, self._dtype = copies, options.linear_dtype
         self._arriving: list[tuple[Tensor, Tensor, Wait]] = []  # positions, gradients on the way
-        self._total: Tensor | None = None
+        self.total: Tensor | None = None
         self._has_any = False
         self.kept: Tensor | None = None  # outputs, until gradients overwrite them
 
     @property
     def num_bytes(self) -> int:
-        return 0 if self._total is None else self._total.nbytes
-
-    @property
-    def table(self) -> Tensor | None:
-        return self._total
+        return 0 if self.total is None else self.total.nbytes
 
     def open(self) -> None:
         """Let chunks take zeros before any chunk has added gradients, as later ones do."""
-        self._has_any = self._total is not None
+        self._has_any = self.total is not None
 
     def add(self, positions: Tensor, grad: Tensor) -> None:
         """Add the gradient of halo rows, `[num_halo, *]`."""
@@ -524,13 +502,13 @@ class GradientBuffer:
 
     def take(self, rows: slice | Tensor) -> Tensor | None:
         """Return the unscaled gradient of `rows`, `[num_taken, *]`; None if none was added."""
-        if self._total is None or not self._has_any:
+        if self.total is None or not self._has_any:
             return None
         for positions, late, wait in self._arriving:
             wait()
-            self._total.index_add_(0, positions, late)
+            self.total.index_add_(0, positions, late)
         self._arriving.clear()
-        return self._total[rows]
+        return self.total[rows]
 
     def add_output(self, chunk: Chunk, grad: Tensor) -> Tensor:
         """Write the gradient of the chunk's outputs, `[num_nodes_of_chunk, *]`.
@@ -552,17 +530,17 @@ class GradientBuffer:
 
     def end_step(self) -> None:
         self._arriving.clear()
-        if self._total is not None and self._has_any:
-            self._total.zero_()
+        if self.total is not None and self._has_any:
+            self.total.zero_()
             self._has_any = False
 
     def _table(self, dtype: torch.dtype) -> Tensor:
         """Return the buffer, shaped like the history; a change of dtype clears it."""
-        if self._total is None or self._total.dtype != dtype:
+        if self.total is None or self.total.dtype != dtype:
             self._arriving.clear()
-            self._total = torch.zeros(self._shape, dtype=dtype, device=self._device)
+            self.total = torch.zeros(self._shape, dtype=dtype, device=self._device)
         self._has_any = True
-        return self._total
+        return self.total
 
 
 class MeanDrift:

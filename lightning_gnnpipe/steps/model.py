@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind, is_of_pairs
-from lightning_gnnpipe.chunks import StepCosts, chunks_to_compare
+from lightning_gnnpipe.chunks import StepCosts
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
 from lightning_gnnpipe.graph import text_fingerprint
@@ -368,9 +368,9 @@ class PipelinedModel:
             if (found := self.costs) is not None:
                 num_chunks, layers = self._options.num_chunks, found.layers
                 costs = [found.compute_s(found.of(stage), num_chunks) for stage in stages]
-                compares = any(one.chunk_s for one in layers)
-                numbers = chunks_to_compare(len(stages), inputs.num_nodes) if compares else []
-                times = {n: found.step_s(stages, n) for n in (num_chunks, *numbers)}
+                times = {num_chunks: found.step_s(stages, num_chunks)}
+                if any(one.chunk_s for one in layers):
+                    times |= found.times(stages, inputs.num_nodes)
                 text = compare_times(times, num_shards, found.compute_s(layers, 1))
             users = find_users([stage for mode in modes for stage in mode.stages], self.module)
             split = Split(self.module, modes[0].layers, stages, users, num_shards, inputs.num_rows)
