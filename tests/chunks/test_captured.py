@@ -12,6 +12,7 @@ import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
+from lightning_gnnpipe.options import RunOptions, StrategyOptions
 from lightning_gnnpipe.staleness import METHODS
 from tests.helpers.cuda_graphs import cuda_graphs
 from tests.helpers.device import DEVICE
@@ -115,6 +116,14 @@ def test_without_graphs_on_the_device_nothing_changes(caplog: pytest.LogCaptureF
     if DEVICE.type == "cpu":
         train(net(*LAYERS["gcn-layer"]), captured=True)
         assert caplog.messages.count("cuda_graphs=True has no effect on cpu.") == 1
+
+
+def test_they_ask_for_no_chunks() -> None:
+    """On one stage "auto" is one exact chunk, unless an option asks for several."""
+    given = {"num_chunks": "auto", "cuda_graphs": True}
+    assert RunOptions(StrategyOptions(**given), num_stages=1).graph_chunks == 1
+    dropped = StrategyOptions(**given, cross_chunk_edges="drop")
+    assert RunOptions(dropped, num_stages=1).graph_chunks > 1
 
 
 @pytest.mark.parametrize("often", [False, True])
