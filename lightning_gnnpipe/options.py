@@ -173,7 +173,7 @@ class StrategyOptions:
 
         for name in filter(self._is_given, ("recompute", "graph_parallel", "history_device")):
             setting = f"{name}={getattr(self, name)!r}"
-            why, use = "such chunks are not captured", f"leave out {name}"
+            why, use = f"chunks with {name} are not captured", f"leave out {name}"
             self._refuse_given(("cuda_graphs",), setting, why, use)
 
     def _refuse_given(self, names: tuple[str, ...], setting: str, why: str, use: str) -> None:
@@ -308,7 +308,7 @@ class RunOptions:
 
     @property
     def graph_chunks(self) -> int:
-        """K of a graph with enough nodes: 1 on one stage, where chunks only cost time."""
+        """K of a graph with enough nodes; 1 on one stage, unless options ask for chunks."""
         given = self.given
         need = [one for one in given.of_chunks if one != "cuda_graphs"]
         is_asked = not given.has_free_chunks or bool(need) or given.recompute
@@ -319,8 +319,8 @@ class RunOptions:
     def measures_chunks(self) -> bool:
         """Whether measured costs choose K.
 
-        Not in deterministic runs, as they vary, nor where few chunks would take the memory that
-        `recompute` spares.
+        Not in deterministic runs, since costs vary; nor with `recompute`, which saves memory that
+        few chunks would use.
         """
         is_free = self.given.has_free_chunks and self.chosen is None and not self.given.recompute
         return is_free and not torch.are_deterministic_algorithms_enabled()

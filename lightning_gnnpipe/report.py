@@ -159,7 +159,7 @@ def compare_weights(sent: Mapping[Weights, int]) -> str:
 def compare_times(times: Mapping[int, float], num_shards: int, alone_s: float) -> str:
     """Return seconds of computing a step, and of one device with one chunk, `alone_s`.
 
-    `times`: by number of chunks, the used one first, of all shards together.
+    `times`: seconds of all shards together by number of chunks, K first.
     """
     own, *more = [f"{seconds / num_shards:.3f} s in {n}" for n, seconds in times.items()]
     compared = f" ({', '.join(more)})" if more else ""

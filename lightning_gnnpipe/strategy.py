@@ -60,10 +60,10 @@ class GNNPipeStrategy(LightningStrategy):
             batches and average their gradients, as in DDP. There are R x S x G processes.
         num_chunks: Chunks of the graph, K, at most the number of nodes. With 1 nothing overlaps and
             nothing is stale. Of a batch of many graphs: micro-batches, at most the number of graphs
-            with nodes. "auto": 1 to 16 per stage, the fastest by costs that are measured to balance
-            stages; a resumed run keeps it. 4 per stage for batches, with `recompute`, where nothing
-            is measured, and in `Trainer(deterministic=True)`: costs differ between runs. 1 on one
-            stage, unless an option that acts on chunks is given.
+            with nodes. "auto": 1 to 16 per stage, the fewest within 5 % of the fastest by the costs
+            measured to balance stages; a resumed run keeps it. Without these costs, for batches,
+            with `recompute` and in `Trainer(deterministic=True)`: 4 per stage. On one stage: 1,
+            unless options ask for chunks, as `partition`, `recompute` or `history_dtype` do.
         partition: Assigns nodes to chunks: "metis", "random", "contiguous", or an integer tensor
             `[num_nodes]` with the chunk of each node.
         cross_chunk_edges: "keep" is the method of the paper. "drop" trains without the edges
@@ -99,8 +99,9 @@ class GNNPipeStrategy(LightningStrategy):
         history_dtype: Dtype of histories, such as `torch.bfloat16`. None: as computed.
         history_device: Device of histories, such as "cpu" when GPU memory is short. None: where the
             layers compute.
-        cuda_graphs: Record what a chunk runs on a GPU once, and start it from then on by one launch
-            (CUDA graphs): for many chunks of small layers. Not shown on a GPU yet.
+        cuda_graphs: Replay a chunk's forward, and its backward, by one launch each (CUDA graphs):
+            for many chunks of small layers. Not tested on a GPU yet. Steps that a StalenessMonitor
+            records run without.
         self_check: Compare the module in chunks with the whole module on a small graph before
             training, forward and backward, and refuse it where they differ.
         timeout: Longest wait for another rank before the run ends.

@@ -1,15 +1,15 @@
 """A chunk's forward and backward as CUDA graphs: one launch each, not one for each operation.
 
     exact step        eager; writes the histories
-    1st pipelined     eager; everything that stays between steps is made
+    1st pipelined     eager; allocates what later steps use in place
     2nd pipelined     each chunk's forward is captured and replayed, then, in the order of the
                       schedule, its backward
     later             received rows, leaves and gradients of outputs are copied to where the graphs
                       read them; replay; gradients are read where the graphs wrote them
 
 A chunk runs the same operations on the same memory in each step; what depends on the order of
-chunks stands in small tensors, written before the first replay (`MessageContext.prepare`). What the
-package notes in Python while a chunk runs is noted again at each replay (`HistoryStore.note`).
+chunks stands in small tensors, written before the first replay (`MessageContext.prepare`). A
+replay runs no Python, so `HistoryStore.note` repeats the package's bookkeeping of the chunk.
 
 Memory: graphs of one pool may overwrite each other's results unless they are replayed in the order
 of capture. The order of chunks is new in each step, so each chunk has a pool of its own, for its
@@ -21,8 +21,8 @@ as eager code seeds the device's generator. So numbers equal eager ones.
 Weights: a graph adds its gradients to totals that all chunks share. They reach `.grad` at the end
 of the phase, outside of graphs.
 
-What lies elsewhere than at the end of the last pipelined step (weights, histories, another mode) is
-captured anew. If a capture fails, chunks run eagerly from then on, and a warning says why.
+If weights, histories or autocast have changed since the last pipelined step, a step runs eagerly
+and the next one captures. If a capture fails, all later steps run eagerly; a warning says why.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from lightning_gnnpipe.chunks.step import PassSpec
 
 SeedOf = Callable[[int, int], int]
-# By segment and chunk the seed; or None, and numbers come from the generator of a graph.
+# Returns the seed of a segment and chunk; None in a capture, where the graph has a generator.
 Seeding = Callable[[int, int], int | None]
 
 
 @dataclass(slots=True)
 class ChunkState:
-    """Inputs and outputs of a chunk's autograd graph on a stage; what runs it backward."""
+    """A chunk's inputs and outputs on a stage, and the function that runs its backward."""
 
     received: list[Tensor]
     leaves: dict[str, Any]
@@ -121,7 +121,7 @@ class CapturedChunks:
     def begin(self, spec: PassSpec, tensors: Sequence[Tensor], *, is_usual: bool) -> bool:
         """Begin a step on the module's `tensors`; return whether chunks run as graphs.
 
-        `is_usual`: all runs as in other steps, and no other pass awaits its backward.
+        `is_usual`: no callback records staleness, and no other pass awaits its backward.
         """
         kind = self._device.type
         self._kind = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -133,8 +133,8 @@ class CapturedChunks:
             self._num_eager += is_usual and not self._has_failed
             if self._num_eager == _MANY:
                 self._fallbacks.tell(
-                    "The last %s steps ran without CUDA graphs, since weights, buffers, histories "
-                    "or numbers of rows in norms have changed their place in each.",
+                    "The last %s steps ran without CUDA graphs: in each, weights, buffers or "
+                    "histories moved in memory, or a norm had a new number of rows.",
                     _MANY,
                 )
             return False
@@ -246,7 +246,7 @@ class CapturedChunks:
     def _capturing(self, pool: Any, generators: Iterable[torch.Generator] = ()) -> Iterator[Any]:
         """Capture the block; yields the graph.
 
-        The device's generator has another state within, as one whose capture fails is of no use.
+        Within, the device's generator has a temporary state: a failed capture makes it unusable.
         """
         default = torch.cuda.default_generators[self._device.index or 0]
         before, graph = default.graphsafe_get_state(), torch.cuda.CUDAGraph()
@@ -278,7 +278,7 @@ class CapturedChunks:
         return self._spec.stage, self._spec.plan, self._context
 
     def _memory(self, tensors: Sequence[Tensor]) -> Any:
-        """Return what graphs depend on: some objects, and where lies what stays; None if unknown.
+        """Return the objects and addresses that graphs depend on; None if shapes may change.
 
         Equal values at the end of a step and at the beginning of the next one mean that nothing has
         moved.

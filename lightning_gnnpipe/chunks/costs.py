@@ -91,7 +91,7 @@ class StepCosts:
         return solve_balance(costs, num_stages, repeat_costs(layers, repeated, again))
 
     def with_overhead(self, finer: StepCosts) -> StepCosts:
-        """Return these costs with what one more chunk adds, by the costs in more chunks.
+        """Return the costs with `chunk_s`, by comparison with `finer`, measured in more chunks.
 
         A layer takes `a K + b` seconds in K chunks, and neither a nor b is negative.
         """

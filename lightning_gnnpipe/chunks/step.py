@@ -153,7 +153,7 @@ class Step:
         leaves: dict[str, Any],
         seed_of: Seeding | None,
     ) -> ChunkState:
-        """Compute one chunk; return what is sent, and what autograd starts from."""
+        """Compute one chunk; return its inputs and outputs for backward."""
         spec, stage = self.spec, self._stage
         values = leaves | dict(zip(stage.received, received, strict=True))
         given = stage.computed, values, chunk, spec.context, seed_of
@@ -375,7 +375,7 @@ def own_random_stream(device: torch.device) -> Iterator[Callable[[], bool]]:
 
 
 def _seed(seed: int | None, inputs: Sequence[Tensor | int]) -> None:
-    if seed is None:  # a CUDA graph draws from a stream of its own
+    if seed is None:  # in a capture: the graph's own generator is seeded before each replay
         return
     torch.default_generator.manual_seed(seed)
     for value in inputs:

@@ -58,8 +58,8 @@ class EngineChecks:
     def find_batch(self, call: Call, in_batch: Tensor | None) -> tuple[Call, Tensor | None]:
         """Return the call, and the batch vector of the user's `Batch` unless it is of one graph.
 
-        A call whose batch vector is all zero is marked as of one graph, if that can be cut and has
-        outputs by node; not with a PyG `Batch`, whose loader may yield several graphs later.
+        A batch vector of zeros means one graph if the graph can be cut and outputs have one row per
+        node. With a PyG `Batch` it does not: its loader may yield several graphs later.
         """
         if self._has_batches:
             return call, in_batch

@@ -246,7 +246,7 @@ class PipelineEngine:
         self._state.begin()
         is_resumed = self._take_saved()
         if key is not None and self.graphs.trained is None:
-            if self.options.given.has_free_chunks:  # measured layers say how many
+            if self.options.given.has_free_chunks:  # K is unknown until layers are measured
                 check_graph(inputs.edge_index, inputs.num_nodes)
             else:
                 self.graphs.cut(key.graph, inputs)  # layers are measured on its chunks

@@ -244,7 +244,7 @@ def _loops(
     *options: Any,
     **named: Any,
 ) -> tuple[Tensor, Any]:
-    """Add or remove self-loops of one chunk; for edges without features once for all steps."""
+    """Add or remove a chunk's self-loops; without edge features, keep the result for all steps."""
     local = function
     if function is not remove_self_loops:
         local = partial(_local_loops, context, function)

@@ -144,7 +144,7 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
             result = _normalize(norm, x, *context.live[key])
         else:
             moments = store.moments.of(key, x)
-            # Of rows that are no nodes a step may have another number.
+            # The number of messages may differ between steps (dropped edges), that of nodes not.
             chunk = context.at.chunk
             moments.is_of_messages = context.is_passing or x.size(0) != chunk.num_nodes
             moments.prepare = prepare
@@ -294,11 +294,11 @@ class _ScaledByChannel(torch.autograd.Function):
 
 @torch.no_grad()
 def _prepare(norm: Any, moments: RowMoments) -> tuple[Tensor, ...]:
-    """Update running statistics; return what backward multiplies by, `[num_chunks, channels]` each.
+    """Update running statistics; return factors for backward, `[num_chunks, channels]` each.
 
-    Gradients of the bias, for minus that of the mean; of the weight, and of the bias or mean, for
-    `RowMoments.add_grad`; for GraphNorm of the weight by KEPT, and minus ALL_MEAN. For norms that
-    are not scaled by channel `RowMoments.slopes`.
+    1. From the bias's gradient to minus the mean's. 2. and 3. The factors of `of_square` in
+    `RowMoments.add_grad`. GraphNorm also: 4. KEPT * weight / variance, 5. minus ALL_MEAN.
+    Norms that are not in `_SCALED`: `RowMoments.slopes`.
     """
     if moments.is_complete:
         update_running(norm, *moments.present())

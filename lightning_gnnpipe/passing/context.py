@@ -204,7 +204,7 @@ class MessageContext(TapedContext):
         return name if tensor is not None and version == version_of(tensor) >= 0 else None
 
     def prepare(self) -> None:
-        """Write the numbers of this step's order, which CUDA graphs read."""
+        """Update the tensors that CUDA graphs read to this step's order of chunks."""
         assert self.store is not None
         self.store.prepare()
         for adjacency in {one.adjacency for one in self._bound.values()}:

@@ -71,8 +71,8 @@ ALL_MEAN, KEPT, NORM_MEAN, NORM_VAR = range(9, 13)
 def _share_of_rows(count: int, num_run: int, num_rows: int) -> tuple[float, float, float]:
     """Return three factors for statistics over `num_run` of `num_rows` rows, `count` just added.
 
-    The share of the new rows; how many rows of `FLOOR` a row that has run stands beside, none at
-    the last chunk; and minus the share of one row.
+    The new rows' share; each row's part of the `FLOOR` rows, 0 at the last chunk; minus one row's
+    share.
     """
     num_run = max(num_run, 1)
     return count / num_run, FLOOR * (1 - num_run / max(num_rows, 1)) / num_run, -1 / num_run
@@ -91,7 +91,7 @@ class RowMoments:
     """Statistics of one call of a norm, over several steps.
 
     Attributes:
-        table: `[num_chunks, 13, channels]` what each chunk takes all rows to be, and why: RATIO of
+        table: `[num_chunks, 13, channels]` each chunk's estimates of all rows: RATIO of
             the variances of F now and then; VAR, the variance plus the norm's epsilon; CHANGE and
             ROOT, the roots of both; MEAN, minus `center`; NOW and THEN, means of x - c over F;
             SPREAD and SPREAD_THEN, variances of F with the rows of `FLOOR`.
@@ -99,7 +99,7 @@ class RowMoments:
 
     def __init__(self, num_chunks: int, center: Tensor) -> None:
         self.num_chunks, width = num_chunks, center.numel()
-        self.is_of_messages = False  # whose number a step may change, as dropped edges do
+        self.is_of_messages = False  # rows are messages: their number may differ between steps
         self._counts, self._last_counts = [0] * num_chunks, tuple[int, ...]()
         self.center, self.var = torch.empty_like(center), torch.empty_like(center)
         self._slopes = center.new_ones(2, width)  # of RATIO and VAR
@@ -144,7 +144,7 @@ class RowMoments:
         """Begin a step of chunks in `order`."""
         self._keep_step()
         self._shares, counts = None, (*self._counts,)
-        if self._is_known and counts == self._last_counts:  # so they will be most likely
+        if self._is_known and counts == self._last_counts:  # assume the same counts again
             self._shares = order.kept(counts, self.center, lambda _: _shares(counts, order.chunks))
 
         self._last_counts = counts
@@ -207,7 +207,7 @@ class RowMoments:
 
     @property
     def shares(self) -> Tensor | None:
-        """What depends on the order; None if numbers of rows may be new in this step."""
+        """Factors by chunk, see `_share_of_rows`; None if a chunk's number of rows may change."""
         return self._shares
 
     def has_run(self, chunk: int) -> bool:
@@ -225,10 +225,10 @@ class RowMoments:
             self._num_run -= self._counts[chunk]
 
     def slopes(self) -> tuple[Tensor, Tensor]:
-        """Return how a mean of (x - c)^2 over F moves all rows' statistics, for all chunks.
+        """Return two factors for the gradient g of F's mean of (x - c)^2, for all chunks.
 
-        `[num_chunks, channels]` factors of minus twice the gradient of VAR, and of minus the
-        gradient of MEAN, which sum to minus twice the gradient of that mean.
+        Each is `[num_chunks, channels]`. -2 g is the first times -2 (gradient of VAR) plus the
+        second times -(gradient of MEAN).
         """
         known = self.table.unbind(1)
         share = torch.where(known[SPREAD] > _TINY, 1 / known[SPREAD_THEN], 0.0)
@@ -239,8 +239,8 @@ class RowMoments:
     ) -> Tensor:
         """Add a chunk's gradients; last chunks first.
 
-        `of_mean` is minus the gradient of MEAN; the two products of `of_square` sum to what
-        `slopes` describes. Returns (a, b), `[2, channels]`: the rows' gradient is
+        `of_mean` is minus the gradient of MEAN. `of_square`: two pairs whose products sum to -2 g,
+        see `slopes`. Returns (a, b), `[2, channels]`: the rows' gradient is
         a + b (rows - center).
         """
         first, second = self._own_grad

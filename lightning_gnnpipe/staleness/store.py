@@ -22,7 +22,7 @@ from lightning_gnnpipe.staleness.moments import FLOOR, MomentStore, RowMoments, 
 
 NEVER = -1
 _DEFAULTS = HistoryOptions()
-_order_numbers = itertools.count(1)  # several stores share matrices, which keep numbers of an order
+_order_numbers = itertools.count(1)  # unique over all stores, as they share adjacency matrices
 
 
 class ShardLink(Protocol):
@@ -136,13 +136,13 @@ class HistoryStore:
             entry.grads.end_step()
 
     def prepare(self) -> None:
-        """Write the numbers of this step's order, which CUDA graphs read."""
+        """Update the tensors that CUDA graphs read to this step's order of chunks."""
         self.order.refresh()
         for entry in self._entries.values():
             entry.grads.open()
 
     def memory(self) -> list[int | None] | None:
-        """Return where lies what steps write in place; None if this step may need other shapes."""
+        """Return addresses of tensors that steps write in place; None if shapes may change."""
         held = [one for entry in self._entries.values() for one in entry.held()]
         for moments in self.moments.calls.values():
             if moments.shares is None:
@@ -244,7 +244,7 @@ class HistoryStore:
         return entry.rows
 
     def drift(self, key: Hashable) -> Tensor | None:
-        """Return the change of all rows that have run, `[channels]`; see `StepOrder.by_drift`."""
+        """Return `MeanDrift.total`, `[channels]`; None if the method corrects no drift."""
         drift = self._entries[key].drift
         return None if drift is None else drift.total
 
@@ -383,7 +383,7 @@ class StepOrder:
 
     Attributes:
         chunks: In the order of the forward phase.
-        number: Of the order; a new one has a new number.
+        number: Unique to this order and these sizes, over all stores.
     """
 
     def __init__(self, num_chunks: int) -> None:
@@ -398,7 +398,7 @@ class StepOrder:
     def set(self, order: Sequence[int], sizes: Sequence[int], num_rows: int) -> None:
         """Begin a step in `order`.
 
-        `sizes`: nodes of each chunk, of all shards; `num_rows`: nodes of this one.
+        `sizes`: nodes of each chunk over all shards; `num_rows`: nodes of this shard.
         """
         if (*order,) == self.chunks and (*sizes,) == self._sizes:
             return
@@ -418,7 +418,7 @@ class StepOrder:
     def by_drift(self, reader: int, like: Tensor) -> Tensor:
         """Return by source chunk the factor of the drift for stale rows, else 0, `[num_chunks]`.
 
-        The drift is the change of all rows that have run; the factor makes it a mean.
+        `MeanDrift.total` times the factor is the mean change, with `FLOOR` unchanged rows.
         """
         return self.kept("drift", like, lambda _: self._by_drift)[reader]
 
@@ -437,9 +437,9 @@ class StepOrder:
         return self.kept("fresh", like, lambda _: 1 - self._stale.t())[source]
 
     def kept(self, name: Hashable, like: Tensor, compute: _Compute) -> Tensor:
-        """Return numbers of this order, with dtype and device of `like`, always in one place.
+        """Return what `compute` returns for this order, as `like`, at a fixed address.
 
-        `compute` must not depend on the step, except by `chunks`; it is given a tensor like `like`.
+        `compute` is called with a tensor like `like`, and may depend on the order only.
         """
         key = name, like.dtype, like.device
         number, kept, compute = self._numbers.get(key, (0, None, compute))
@@ -488,7 +488,7 @@ class GradientBuffer:
         return 0 if self.total is None else self.total.nbytes
 
     def open(self) -> None:
-        """Let chunks take zeros before any chunk has added gradients, as later ones do."""
+        """Let chunks take zeros before any gradient is added: each step runs the same kernels."""
         self._has_any = self.total is not None
 
     def add(self, positions: Tensor, grad: Tensor) -> None:
@@ -513,7 +513,7 @@ class GradientBuffer:
     def add_output(self, chunk: Chunk, grad: Tensor) -> Tensor:
         """Write the gradient of the chunk's outputs, `[num_nodes_of_chunk, *]`.
 
-        Returns the buffer, `[num_rows, *]`. Chunks that await backward are 0, or `kept`.
+        Returns the buffer, `[num_rows, *]`. Chunks that await backward hold 0, or outputs (`kept`).
         """
         total = self._table(self._dtype or grad.dtype)
         total[chunk.start : chunk.end] = grad
@@ -546,9 +546,9 @@ class GradientBuffer:
 class MeanDrift:
     """Change of one history's rows within a step: an optimizer step changes most rows alike.
 
-    `total` is the sum over the rows of chunks that have run of (row now - row then), by the number
-    of all rows, so that half types hold it, `[channels]`. A stale row is assumed to have moved by
-    the mean of chunks that have run, see `StepOrder.by_drift`. Autograd treats stale rows and drift
+    `total`, `[channels]`: (row now - row then), summed over the chunks that have run, divided by
+    the number of all rows to fit half types. Stale rows are assumed to have moved by the mean of
+    these changes and `FLOOR` zeros, see `StepOrder.by_drift`. Autograd treats stale rows and drift
     as constants. `ends` are the end positions of the chunks.
     """
 
@@ -588,7 +588,7 @@ class MeanDrift:
     ) -> None:
         """Add the change of a chunk that has run; `sum_over_shards`: over its ranks, if several.
 
-        `is_kept`: for `pull_again`.
+        `is_kept`: whether `pull_again` will need the drift at this chunk.
         """
         if self._sums.device != rows.device:  # the first sums may be on the host
             held = (self._sums, self._signs, self.total)

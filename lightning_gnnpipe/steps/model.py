@@ -126,7 +126,7 @@ class PipelinedModel:
         self._check, self._is_cut, self._modes = check, is_cut, dict[Key, Mode]()
         self._num_changes, self._given = 0, dict[str, str]()  # the latter: plain arguments
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
-        self.on_split: OnSplit | None = None  # with seconds of each stage, and of a step
+        self.on_split: OnSplit | None = None  # given seconds by stage, and a text
         self.costs: StepCosts | None = None  # once measured
         self.stage_layers: tuple[int, ...] = ()  # number of layers of each stage, once assigned
         self.preferred: tuple[int, ...] = ()  # layers per stage, if they fit, not measured ones

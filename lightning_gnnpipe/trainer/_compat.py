@@ -52,7 +52,7 @@ def skips_backward(trainer: Trainer) -> bool:
 
 
 def skips_batches(trainer: Trainer, *, is_end: bool) -> bool:
-    """Whether `should_stop` alone ends the fit, or begins a validation, here."""
+    """Whether the fit ends here, or a validation begins, only because of `should_stop`."""
     loop = trainer.fit_loop
     if not trainer.should_stop or not loop._can_stop_early:
         return False

@@ -188,9 +188,9 @@ class EngineHost:
         self.engine.abandon()
 
     def stop_early(self, *, is_end: bool) -> None:
-        """Refuse `should_stop` on some ranks alone, now that it skips batches: the rest begin one.
+        """Raise if `should_stop` makes only some ranks skip batches, which the rest begin.
 
-        Where all ranks are at the same place without it, the next step agrees on it.
+        If no rank skips batches here, the next step agrees on `should_stop`.
         """
         trainer = self._strategy.user_module.trainer
         if self._processes.has_peers and _compat.skips_batches(trainer, is_end=is_end):
@@ -219,7 +219,7 @@ class EngineHost:
                 set_random_state(transport.broadcast_object(state), device)
 
     def end_validation(self) -> None:
-        """Agree on signals that have come since its last step began: no further batch may begin."""
+        """Agree on signals that came after its last step began: perhaps no step follows."""
         processes, trainer = self._processes, self._strategy.user_module.trainer
         ranks = [[processes.signals.own(trainer)]]
         if processes.has_peers:
