@@ -5,7 +5,7 @@ Options are not refused if they
 
 - only have no effect on the present devices, so that a script runs on one device and on eight:
   `cut_codec`, `repeat_encoder` and `weights` with num_stages="auto", `start_method`, `timeout`,
-  `cuda_graphs`;
+  `cuda_graphs`, `plan_folder`;
 - have no effect with `num_chunks=1`, the exact baseline of scripts: one warning names them;
 - ask for what happens anyway: `self_check=False`, `balance="uniform"`, and the callback
    `StalenessWarmup` if every step is exact.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
 import torch
@@ -67,6 +68,7 @@ class StrategyOptions:
     data_parallel: int = 1
     num_chunks: int | Literal["auto"] = "auto"
     partition: Partition = "metis"
+    plan_folder: str | Path | None = None
     cross_chunk_edges: CrossChunkEdges = "keep"
     staleness: StalenessName = "drift"
     pipelined_module: str | None = None
@@ -163,7 +165,8 @@ class StrategyOptions:
         if self.for_graphs:
             why = "in batches of graphs, no graph is cut into chunks and nothing is stale"
             use = f"leave out {self.for_graphs}"
-            self._refuse_given((*_OF_CHUNKS, *_OF_ROWS), self.for_graphs, why, use)
+            names = (*_OF_CHUNKS, *_OF_ROWS, "plan_folder")
+            self._refuse_given(names, self.for_graphs, why, use)
         if self.graph_parallel == 1:
             names, why = ("halo_codec", "async_halo"), "there is only one shard"
             self._refuse_given(names, "graph_parallel=1", why, "use graph_parallel=2 or more")

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -66,6 +67,8 @@ class GNNPipeStrategy(LightningStrategy):
             unless options ask for chunks, as `partition`, `recompute` or `history_dtype` do.
         partition: Assigns nodes to chunks: "metis", "random", "contiguous", or an integer tensor
             `[num_nodes]` with the chunk of each node.
+        plan_folder: Keeps partitions by the content of the graph, in a folder of at most 4 GiB, so
+            that later runs on it start without METIS. Several runs may share it. None: not kept.
         cross_chunk_edges: "keep" is the method of the paper. "drop" trains without the edges
             between chunks, in warm-up epochs as well: nothing is stale, and only norms over all
             nodes keep histories. Validation, test and predict use all edges.
@@ -126,6 +129,7 @@ class GNNPipeStrategy(LightningStrategy):
         data_parallel: int = 1,
         num_chunks: int | Literal["auto"] = "auto",
         partition: Partition = "metis",
+        plan_folder: str | Path | None = None,
         cross_chunk_edges: CrossChunkEdges = "keep",
         staleness: StalenessName = "drift",
         pipelined_module: str | None = None,

@@ -75,6 +75,7 @@ REFUSED: list[tuple[str, Options, Options]] = [
     # the option, the others, and the others of the remedy
     ("staleness", {"staleness": "constant", "data_parallel": 2}, {"data_parallel": 1}),
     ("partition", {"partition": "random", "data_parallel": 2}, {"data_parallel": 1}),
+    ("plan_folder", {"plan_folder": "plans", "data_parallel": 2}, {"data_parallel": 1}),
     ("halo_codec", {"halo_codec": "int8"}, SHARDS),
     ("halo_codec", {"halo_codec": ("fp32", "int1")}, SHARDS),
     ("async_halo", {"async_halo": True, "num_stages": 2}, SHARDS),

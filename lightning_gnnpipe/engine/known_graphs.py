@@ -21,6 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from lightning_gnnpipe.calls import Inputs
 from lightning_gnnpipe.chunks import CapturedChunks, PlannedInputs
@@ -33,10 +34,13 @@ from lightning_gnnpipe.graph import (
     check_graph,
     edge_cut_frac,
     edges_within,
+    keep_parts,
     partition_nodes,
     plan_from_assignment,
     shard_plan,
     split_chunks,
+    tensor_fingerprint,
+    text_fingerprint,
 )
 from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.passing import MessageContext
@@ -211,7 +215,7 @@ class GraphCache:
         key = fingerprint, is_cut
         if key not in self._graphs:
             with torch.inference_mode(False), torch.no_grad():
-                made = self._graphs[key] = self._plan(inputs, is_cut)
+                made = self._graphs[key] = self._plan(fingerprint, inputs, is_cut)
             used = [made, *(one.graph for one in self.inputs.kept.values())]
             idle = [k for k, graph in self._graphs.items() if graph not in used]
             for one in idle[: max(0, len(idle) - _NUM_IDLE)]:
@@ -219,23 +223,15 @@ class GraphCache:
         self._graphs.move_to_end(key)
         return self._graphs[key]
 
-    def _plan(self, inputs: Inputs, is_cut: bool) -> PlannedGraph:
+    def _plan(self, fingerprint: int, inputs: Inputs, is_cut: bool) -> PlannedGraph:
         """Return the plan of the graph, or of this rank's shard."""
         edge_index, num_nodes, kept = inputs.edge_index.cpu(), inputs.num_nodes, None
-        options, run_on_first = self._options, self._transport.run_on_first
+        options, folder = self._options, self._options.given.plan_folder
         index, num_shards = self._transport.mesh.shard, self._transport.mesh.num_shards
         check_graph(edge_index, num_nodes)
         assignment = torch.zeros(num_nodes, dtype=torch.int64)
         if is_cut:
-            partition = partial(
-                partition_nodes,
-                edge_index,
-                num_nodes,
-                num_chunks=options.count_chunks(num_nodes),
-                method=options.given.partition,
-                seed=options.seed,
-            )
-            assignment = run_on_first(partition)
+            assignment = self._assign(fingerprint, edge_index, num_nodes)
             if options.given.cross_chunk_edges == "drop":
                 kept = edges_within(edge_index, assignment)
         num_edges = edge_index.size(1)
@@ -254,7 +250,8 @@ class GraphCache:
             plan = plan_from_assignment(edge_index, num_nodes, assignment, kept=kept)
         else:
             split = partial(split_chunks, edge_index, assignment, num_shards, seed=options.seed)
-            shards = run_on_first(split)
+            numbers = fingerprint, tensor_fingerprint(assignment), num_shards, options.seed
+            shards = self._transport.run_on_first(partial(keep_parts, folder, numbers, split))
             plan = shard_plan(
                 edge_index, assignment, shards, index=index, num_shards=num_shards, kept=kept
             )
@@ -264,6 +261,18 @@ class GraphCache:
             is_complete=kept is None,
             cut_frac=edge_cut_frac(edge_index, assignment) if kept is None else 0.0,
         )
+
+    def _assign(self, fingerprint: int, edge_index: Tensor, num_nodes: int) -> Tensor:
+        """Return `[num_nodes]` the chunk of each node."""
+        num_chunks, seed = self._options.count_chunks(num_nodes), self._options.seed
+        method, folder = self._options.given.partition, self._options.given.plan_folder
+        work = partial(
+            partition_nodes, edge_index, num_nodes, num_chunks=num_chunks, method=method, seed=seed
+        )
+        if isinstance(method, str) and num_chunks > 1:
+            numbers = fingerprint, num_chunks, text_fingerprint(method), seed
+            work = partial(keep_parts, folder, numbers, work)
+        return self._transport.run_on_first(work)
 
 
 _RANDOM = (

@@ -4,9 +4,11 @@ from lightning_gnnpipe.graph.chunk import Chunk
 from lightning_gnnpipe.graph.fingerprint import (
     ContentNumbers,
     fold,
+    tensor_fingerprint,
     tensors_in,
     text_fingerprint,
 )
+from lightning_gnnpipe.graph.kept import keep_parts
 from lightning_gnnpipe.graph.partition import (
     SplitSizes,
     check_edges,

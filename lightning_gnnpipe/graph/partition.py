@@ -70,7 +70,9 @@ def _symmetrize(edge_index: Tensor, num_nodes: int) -> Tensor:
     source, target = edge_index.long()
     is_proper = source != target
     source, target = source[is_proper], target[is_proper]
-    keys = torch.unique(torch.cat([source * num_nodes + target, target * num_nodes + source]))
+    keys = torch.cat([source * num_nodes + target, target * num_nodes + source])
+    keys.numpy().sort()  # in place, by vector instructions: several times as fast as torch.unique
+    keys = torch.unique_consecutive(keys)
     return torch.stack([keys // num_nodes, keys % num_nodes])
 
 

@@ -52,6 +52,15 @@ def test_chunks_of_a_power_law_graph_weigh_at_most_5_percent_over_the_mean(
     assert float(loads.max()) <= 1.05 * float(loads.mean())
 
 
+@given(graph=multigraphs())
+@settings(max_examples=50)
+def test_links_are_each_pair_of_neighbours_once_a_direction(graph: tuple[Tensor, int]) -> None:
+    edge_index, num_nodes = graph
+    pairs = {(a, b) for a, b in edge_index.t().tolist() if a != b}
+    links = _symmetrize(edge_index, num_nodes)
+    assert [tuple(one) for one in links.t().tolist()] == sorted(pairs | {(b, a) for a, b in pairs})
+
+
 def test_stars_that_metis_leaves_out_of_balance_are_split() -> None:
     # 50 stars of 40 leaves each, all pointing at their hub: METIS by itself keeps stars whole.
     hubs = torch.arange(50).repeat_interleave(40)

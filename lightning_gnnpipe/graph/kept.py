@@ -1,0 +1,85 @@
+"""Partitions kept on disk by content: a second run on the same graph starts without METIS.
+
+A file holds the part of each node and a checksum. It is written under another name and renamed: it
+is whole or absent, with any number of runs at once. Files used least recently make room.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe.graph.fingerprint import fold, tensor_fingerprint
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1  # of the files, and of how parts are made
+_MOST_BYTES = 4 << 30
+_SUFFIX = ".parts"
+_NUM_CHECKED = 8  # bytes of the checksum
+
+
+def keep_parts(
+    folder: str | Path | None, numbers: Iterable[int], make: Callable[[], Tensor]
+) -> Tensor:
+    """Return `[num_nodes]` what `make` returns, from the folder if it is kept there.
+
+    `numbers` tell all that the result depends on. Files that cannot be read are written again.
+    """
+    if folder is None:
+        return make()
+    key = fold([_VERSION, *numbers])
+    path = Path(folder) / f"{key % (1 << 64):016x}{_SUFFIX}"
+    try:
+        return _read(path, key)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        log.warning("A kept partition is computed again: %s: %s.", path, error)
+    parts = make()
+    try:
+        _write(path, key, parts)
+    except OSError as error:
+        log.warning("The partition is not kept in %s: %s.", folder, error)
+    return parts
+
+
+def _read(path: Path, key: int) -> Tensor:
+    content = bytearray(path.read_bytes())
+    if len(content) <= _NUM_CHECKED or len(content) % 4:
+        raise ValueError("it is not whole")
+    parts = torch.frombuffer(content[:-_NUM_CHECKED], dtype=torch.int32)
+    if content[-_NUM_CHECKED:] != _checksum(key, parts):
+        raise ValueError("it is damaged")
+    os.utime(path)
+    return parts.long()
+
+
+def _write(path: Path, key: int, parts: Tensor) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parts = parts.int()
+    # With the suffix, so that what a killed run leaves makes room too.
+    with NamedTemporaryFile(dir=path.parent, suffix=_SUFFIX, delete=False) as file:
+        try:
+            file.write(parts.numpy().tobytes() + _checksum(key, parts))
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+    used = sorted(path.parent.glob(f"*{_SUFFIX}"), key=lambda one: -one.stat().st_mtime)
+    total = 0
+    for one in used:
+        total += one.stat().st_size
+        if total > _MOST_BYTES and one != path:
+            one.unlink(missing_ok=True)
+
+
+def _checksum(key: int, parts: Tensor) -> bytes:
+    return fold([key, tensor_fingerprint(parts)]).to_bytes(_NUM_CHECKED, "little", signed=True)
