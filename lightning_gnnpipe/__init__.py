@@ -15,7 +15,7 @@ from lightning_gnnpipe.callbacks import (
     StalenessWarmup,
     TimelineCallback,
 )
-from lightning_gnnpipe.datamodule import FullGraphDataModule
+from lightning_gnnpipe.datamodule import FullGraphDataModule, prepare_graph
 from lightning_gnnpipe.errors import REMOVED_CLASSES
 from lightning_gnnpipe.strategy import GNNPipeStrategy
 from lightning_gnnpipe.trainer.engine_host import refuse_import
@@ -32,6 +32,7 @@ __all__ = [
     "StalenessWarmup",
     "TimelineCallback",
     "__version__",
+    "prepare_graph",
 ]
 
 

@@ -1,21 +1,30 @@
-"""`gnnpipe plan --config run.yaml`: what a training step of a config would take."""
+"""`gnnpipe plan --config run.yaml`: what a training step of a config would take.
+
+`gnnpipe prepare arrays folder --num_chunks 16`: a folder for `FullGraphDataModule`.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from typing import get_args
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning_utilities.core.imports import RequirementCache
 
 import lightning_gnnpipe.models  # lets configs name its classes without the package
+from lightning_gnnpipe.datamodule import prepare_graph
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError
 from lightning_gnnpipe.planning import PipelinePlan
 from lightning_gnnpipe.strategy import GNNPipeStrategy
+from lightning_gnnpipe.types import PartitionMethod
 
 REQUIREMENT = "jsonargparse[signatures]>=4.27.7"
 _USAGE = """usage: gnnpipe plan --config run.yaml [options]
+       gnnpipe prepare arrays folder --num_chunks 16
        gnnpipe plan --help
        gnnpipe --version
 """
@@ -26,7 +35,7 @@ _OPTIONS = {
     "memory_gib": (float, "Memory of a device, in GiB, that a layout must fit into."),
 }
 _TRAINS = (
-    "is not a command of gnnpipe, which only plans",
+    "is not a command of gnnpipe, which does not train",
     "Write these lines to a file of your own and run `python FILE {0} --config run.yaml`:\n"
     "  import lightning_gnnpipe.models\n"
     "  from lightning.pytorch.cli import LightningCLI\n"
@@ -67,7 +76,7 @@ def plan() -> PipelinePlan:
             run=False,
             save_config_callback=None,
             trainer_defaults={"strategy": {"class_path": "lightning_gnnpipe.GNNPipeStrategy"}},
-            parser_kwargs={"prog": "gnnpipe plan", "description": __doc__},
+            parser_kwargs={"prog": "gnnpipe plan", "description": plan.__doc__},
         )
     except ValueError as error:  # jsonargparse joins the errors of the classes that it builds
         raise ConfigError(
@@ -96,6 +105,18 @@ def plan() -> PipelinePlan:
     return strategy.plan(cli.model, data, **asked)
 
 
+def prepare(arguments: Sequence[str]) -> str:
+    """Write the folder that the command asks for; return what is printed."""
+    parser = ArgumentParser("gnnpipe prepare", description=prepare_graph.__doc__)
+    parser.add_argument("arrays", help="a folder of x.npy, edge_index.npy, y.npy, train_mask.npy")
+    parser.add_argument("folder", help="the folder to write, for FullGraphDataModule")
+    parser.add_argument("--num_chunks", type=int, required=True)
+    parser.add_argument("--partition", choices=get_args(PartitionMethod), default="metis")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = vars(parser.parse_args(arguments))
+    return f"{prepare_graph(asked.pop('arrays'), **asked)} is prepared."
+
+
 def main() -> int:
     """Run the command of `sys.argv`; return its exit status."""
     command = "".join(sys.argv[1:2])
@@ -105,7 +126,7 @@ def main() -> int:
     if command in ("--help", "-h"):
         sys.stdout.write(_USAGE)
         return 0
-    if command != "plan":
+    if command not in ("plan", "prepare"):
         fact, remedy = _REFUSED.get(command, ("is not a command", "Run `gnnpipe plan --help`."))
         text = f"gnnpipe: '{command}' {fact}. {remedy.format(command)}\n"
         sys.stderr.write(text if command else _USAGE)
@@ -113,7 +134,8 @@ def main() -> int:
     del sys.argv[1]
     sys.path.insert(0, os.getcwd())  # configs name classes in the user's files
     try:
-        sys.stdout.write(f"{plan()}\n")
+        made = plan() if command == "plan" else prepare(sys.argv[1:])
+        sys.stdout.write(f"{made}\n")
     except (GNNPipeError, MisconfigurationException) as error:
         sys.stderr.write(f"gnnpipe: {error}\n")
         return 1

@@ -8,16 +8,29 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import NoReturn
+from pathlib import Path
+from typing import NoReturn, get_args
 
 import lightning as L
+import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, Dataset, HeteroData
 from torch_geometric.utils import index_to_mask, is_sparse
 
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, GraphError
-from lightning_gnnpipe.graph import check_edges
+from lightning_gnnpipe.graph import (
+    check_edges,
+    fold,
+    open_stored,
+    partition_nodes,
+    plan_from_assignment,
+    tensor_fingerprint,
+    text_fingerprint,
+    write_stored,
+    written_whole,
+)
+from lightning_gnnpipe.types import Partition, PartitionMethod
 
 MASKS = ("train_mask", "val_mask", "test_mask")  # in the order of `split_fracs`
 
@@ -35,7 +48,8 @@ class FullGraphDataModule(L.LightningDataModule):
         trainer.fit(module, datamodule=FullGraphDataModule(Planetoid(root, "Cora")))
 
     Args:
-        data: A ``Data``, a PyG data set of one graph, or an OGB node data set.
+        data: A ``Data``, a PyG data set of one graph, an OGB node data set, or a folder that
+            ``prepare_graph`` has written: its tensors are memory-mapped, and ``split`` is made.
         split: Column of masks that hold several splits.
         split_fracs: Shares of train, validation and test nodes for drawn masks.
         seed: Seed of drawn masks; equal seeds give equal masks on every rank.
@@ -48,13 +62,18 @@ class FullGraphDataModule(L.LightningDataModule):
 
     def __init__(
         self,
-        data: Data | Dataset,
+        data: Data | Dataset | str | Path,
         *,
         split: int = 0,
         split_fracs: tuple[float, float, float] = (0.6, 0.2, 0.2),
         seed: int = 0,
     ) -> None:
         super().__init__()
+        if isinstance(data, str | Path):
+            _check_split(split, num_splits=1)
+            values, stored = open_stored(Path(data))
+            self.data = Data(**values, stored=stored)
+            return
         graph = copy.copy(_single_graph(data))
         num_nodes = _count_nodes(graph)
         edge_sets = [e for name, e in graph if f"_{name}".endswith("_edge_index") or is_sparse(e)]
@@ -76,7 +95,7 @@ class FullGraphDataModule(L.LightningDataModule):
         else:
             _check_split(split, num_splits=1)
             _draw_masks(graph, split_fracs, seed)
-        self.data: Data = graph
+        self.data = graph
 
     @property
     def num_features(self) -> int:
@@ -92,6 +111,94 @@ class FullGraphDataModule(L.LightningDataModule):
         return SingleGraphLoader(self.data)
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+
+def prepare_graph(
+    data: Data | Dataset | FullGraphDataModule | str | Path,
+    folder: str | Path,
+    *,
+    num_chunks: int,
+    partition: Partition = "metis",
+    seed: int = 0,
+) -> Path:
+    """Write a graph into a folder that ``FullGraphDataModule(folder)`` opens; return the folder.
+
+    Nodes lie in the order of chunks, so that no process makes copies of them or cuts the graph.
+    Features are read and written block by block; edges must fit into memory. The folder is written
+    whole or not at all. If it holds the same graph in the same chunks, it is left as it is.
+
+    Example::
+
+        prepare_graph(PygNodePropPredDataset("ogbn-products"), "products", num_chunks=16)
+        trainer.fit(module, datamodule=FullGraphDataModule("products"))
+
+    Args:
+        data: What ``FullGraphDataModule`` takes, a ``FullGraphDataModule`` with other splits, or a
+            folder of arrays named like attributes of ``Data``: ``x.npy``, ``edge_index.npy``.
+        folder: Is made; its parents too.
+        num_chunks: Chunks, K. Training takes the graph in as many, or in one.
+        partition: As that of ``GNNPipeStrategy``.
+        seed: Of the partition.
+
+    Raises:
+        GraphError: The graph cannot be read, or has values other than tensors and plain ones.
+        ConfigError: The folder holds something else, or cannot be written.
+    """
+    if isinstance(partition, str) and partition not in get_args(PartitionMethod):
+        choices = ", ".join(get_args(PartitionMethod))
+        _refuse(f"'partition' to be one of {choices}", partition, "Leave it out.", ConfigError)
+    if isinstance(data, str | Path):
+        data = _open_arrays(Path(data))
+    graph = (data if isinstance(data, FullGraphDataModule) else FullGraphDataModule(data)).data
+    _check_values(graph)
+    tensors = {name: one for name, one in graph if isinstance(one, Tensor)}
+    values = {name: one for name, one in graph if name not in tensors}
+    method = str(tensor_fingerprint(partition)) if isinstance(partition, Tensor) else partition
+    options = repr((list(tensors), values, num_chunks, method, seed))
+    source = fold([text_fingerprint(options), *map(tensor_fingerprint, tensors.values())])
+    folder, edge_index, num_nodes = Path(folder), tensors.pop("edge_index"), int(graph.num_nodes)
+    with written_whole(folder) as partial:
+        if partial is not None:
+            parts = partition_nodes(
+                edge_index, num_nodes, num_chunks=num_chunks, method=partition, seed=seed
+            )
+            plan = plan_from_assignment(edge_index, num_nodes, parts)
+            arrays = {}
+            for name, one in tensors.items():
+                order = plan.edge_perm if graph.is_edge_attr(name) else None
+                arrays[name] = one, plan.perm if graph.is_node_attr(name) else order
+            write_stored(partial, arrays, plan, {"source": source, "values": values})
+        elif open_stored(folder)[1].source != source:
+            _refuse(
+                f"{folder} to hold this graph in these chunks",
+                "another one",
+                "Remove the folder, or choose another.",
+                ConfigError,
+            )
+    return folder
+
+
+def _open_arrays(folder: Path) -> Data:
+    """Return the graph of a folder of arrays, memory-mapped."""
+    found = {path.stem: np.load(path, mmap_mode="c") for path in sorted(folder.glob("*.npy"))}
+    return Data(**{name: torch.from_numpy(array) for name, array in found.items()})
+
+
+def _check_values(graph: Data) -> None:
+    """Refuse what a folder cannot hold, and numbers of nodes, which change there."""
+    for name, value in graph:
+        if isinstance(value, Tensor) and not is_sparse(value):
+            has_rows = graph.is_node_attr(name) or graph.is_edge_attr(name)
+            names_nodes = "index" in name or not (has_rows or value.is_floating_point())
+            is_kept = name.isidentifier() and name != "n_id" and not names_nodes
+        else:
+            is_kept = isinstance(value, bool | int | float | str)
+        if not is_kept and name != "edge_index":
+            _refuse(
+                "plain values, and tensors with a row for each node or edge, beside 'edge_index'",
+                f"'{name}', {_describe(value)}",
+                f"Remove it: del data.{name}. Node numbers change: use a mask of nodes.",
+            )
 
 
 class SingleGraphLoader:

@@ -15,7 +15,7 @@ An option with its default value counts as not given.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_gnnpipe.codecs import MessageOptions
 from lightning_gnnpipe.errors import ConfigError, advice_on
-from lightning_gnnpipe.graph import check_num_chunks
+from lightning_gnnpipe.graph import StoredGraph, check_num_chunks
 from lightning_gnnpipe.staleness import METHODS, HistoryOptions, StalenessMethod
 from lightning_gnnpipe.types import (
     CHUNKS_PER_STAGE,
@@ -260,6 +260,11 @@ class StrategyOptions:
         """Whether neither num_chunks nor a partition says how many chunks a graph has."""
         return self.num_chunks == "auto" and isinstance(self.partition, str)
 
+    def with_chunks_of(self, stored: StoredGraph) -> StrategyOptions:
+        """Return the options for a graph from a folder: its chunks, unless others are asked for."""
+        is_free = isinstance(self.partition, str) and self.partition == "metis"
+        return replace(self, partition=stored.parts) if is_free and self.num_chunks != 1 else self
+
     def expect_num_chunks(self, num_stages: int) -> int:
         """Return K as far as it is known before the graph."""
         if isinstance(self.partition, Tensor):
@@ -276,7 +281,7 @@ class StrategyOptions:
             _refuse(
                 f"'partition' to have {self.num_chunks} chunks, like 'num_chunks'",
                 expected,
-                "Leave num_chunks at 'auto' when you give a partition.",
+                "Leave num_chunks at 'auto' when you give a partition, or a folder in chunks.",
             )
         return expected
 

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lightning_gnnpipe.chunks import PipelineStats
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.errors import refuse_removed
+from lightning_gnnpipe.graph import StoredGraph
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.passing import replace_attributes
 from lightning_gnnpipe.planning import PipelinePlan, plan_pipeline
@@ -298,7 +299,9 @@ class GNNPipeStrategy(LightningStrategy):
         return self._host.evaluation_step(partial(super().test_step, **kwargs), args)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._host.evaluation_step(partial(super().predict_step, **kwargs), args)
+        outputs = self._host.evaluation_step(partial(super().predict_step, **kwargs), args)
+        stored = getattr(self.engine.step.batch, "stored", None)
+        return stored.in_users_order(outputs) if isinstance(stored, StoredGraph) else outputs
 
     def on_validation_end(self) -> None:
         self._host.end_validation()

@@ -89,7 +89,7 @@ def test_a_config_is_planned(gnnpipe: Commands) -> None:
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        ("fit", "'fit' is not a command of gnnpipe, which only plans. Write these"),
+        ("fit", "'fit' is not a command of gnnpipe, which does not train. Write these"),
         ("predict", "run `python FILE predict --config run.yaml`"),
         ("check", "'check' was removed. Write print(GNNPipeStrategy().plan(module, loader))"),
         ("train", "'train' is not a command. Run `gnnpipe plan --help`."),

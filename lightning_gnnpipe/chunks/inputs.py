@@ -220,6 +220,8 @@ class PlannedInputs(PassInputs):
 
     def _permuted(self, name: str, slot: int, order: Tensor) -> Tensor:
         number, leaf = self._numbers[slot], self._leaf(slot)
+        if self._plan.is_in_order:
+            return leaf
         cached = self._copies.get(name)
         if cached is None or cached[0] != number:
             with torch.inference_mode(False), torch.no_grad():

@@ -28,7 +28,7 @@ from lightning_gnnpipe.engine.identity import InputIdentity, InputKey
 from lightning_gnnpipe.engine.known_graphs import GraphCache
 from lightning_gnnpipe.engine.passes import Passes, RunningStatistics
 from lightning_gnnpipe.engine.resume import RankHistories, RunState, SavedRun, save_rank
-from lightning_gnnpipe.graph import ContentNumbers, check_graph, fold
+from lightning_gnnpipe.graph import ContentNumbers, StoredGraph, check_graph, fold
 from lightning_gnnpipe.methods import PipelinedMethod
 from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.staleness import HistoryStore
@@ -125,6 +125,9 @@ class PipelineEngine:
         self._checks.hooks()
         module, batch, known = self.model.module, self.step.batch, self.model.matrices
         mask_weights(module)
+        if isinstance(getattr(batch, "stored", None), StoredGraph):
+            self.graphs.stored = batch.stored
+            self.options.given = self.options.given.with_chunks_of(batch.stored)
         call = flatten_call(module, args, kwargs, lambda: num_nodes(batch), method, known)
         call, in_batch = self._checks.find_batch(call, graph_of_node(batch))
         call = call if in_batch is not None else self.model.attach(call)

@@ -31,6 +31,7 @@ from lightning_gnnpipe.engine.shared import SharedStore
 from lightning_gnnpipe.errors import Fallbacks
 from lightning_gnnpipe.graph import (
     ChunkPlan,
+    StoredGraph,
     check_graph,
     edge_cut_frac,
     edges_within,
@@ -149,6 +150,7 @@ class GraphCache:
         self.histories = options.given.histories.seen_from(transport.world.device)
         self.inputs = KnownInputs(is_quiet=not transport.world.is_root)
         self.trained: Histories | None = None
+        self.stored: StoredGraph | None = None  # the graph that was opened from a folder, if any
         self._options, self._transport = options, transport
         self._graphs: OrderedDict[tuple[int, bool], PlannedGraph] = OrderedDict()
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
@@ -228,11 +230,19 @@ class GraphCache:
         edge_index, num_nodes, kept = inputs.edge_index.cpu(), inputs.num_nodes, None
         options, folder = self._options, self._options.given.plan_folder
         index, num_shards = self._transport.mesh.shard, self._transport.mesh.num_shards
-        check_graph(edge_index, num_nodes)
+        is_dropping = is_cut and options.given.cross_chunk_edges == "drop"
+        if self.stored is None or self.stored.number != fingerprint:
+            check_graph(edge_index, num_nodes)
+        elif num_shards == 1 and not is_dropping:
+            is_whole = not is_cut or options.count_chunks(num_nodes) == 1
+            if is_whole or options.given.partition is self.stored.parts:
+                plan, cut_frac = self.stored.plan, 0.0 if is_whole else self.stored.cut_frac
+                plan = (plan.whole if is_whole else plan).to(self._transport.world.device)
+                return PlannedGraph(plan, self._transport, cut_frac=cut_frac)
         assignment = torch.zeros(num_nodes, dtype=torch.int64)
         if is_cut:
             assignment = self._assign(fingerprint, edge_index, num_nodes)
-            if options.given.cross_chunk_edges == "drop":
+            if is_dropping:
                 kept = edges_within(edge_index, assignment)
         num_edges = edge_index.size(1)
         if kept is not None and kept.numel() == num_edges:

@@ -29,3 +29,4 @@ from lightning_gnnpipe.graph.plan import (
     plan_micro_batches,
     shard_plan,
 )
+from lightning_gnnpipe.graph.stored import StoredGraph, open_stored, write_stored, written_whole

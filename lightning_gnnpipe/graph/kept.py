@@ -9,20 +9,21 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
+from hashlib import blake2b
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.graph.fingerprint import fold, tensor_fingerprint
+from lightning_gnnpipe.graph.fingerprint import fold
 
 log = logging.getLogger(__name__)
 
 _VERSION = 1  # of the files, and of how parts are made
 _MOST_BYTES = 4 << 30
 _SUFFIX = ".parts"
-_NUM_CHECKED = 8  # bytes of the checksum
+_NUM_CHECKED = 16  # bytes of the checksum
 
 
 def keep_parts(
@@ -44,42 +45,39 @@ def keep_parts(
         log.warning("A kept partition is computed again: %s: %s.", path, error)
     parts = make()
     try:
-        _write(path, key, parts)
+        _write(path, key, parts.int().numpy().tobytes())
     except OSError as error:
         log.warning("The partition is not kept in %s: %s.", folder, error)
     return parts
 
 
 def _read(path: Path, key: int) -> Tensor:
-    content = bytearray(path.read_bytes())
-    if len(content) <= _NUM_CHECKED or len(content) % 4:
-        raise ValueError("it is not whole")
-    parts = torch.frombuffer(content[:-_NUM_CHECKED], dtype=torch.int32)
-    if content[-_NUM_CHECKED:] != _checksum(key, parts):
+    content = path.read_bytes()
+    parts, digest = content[:-_NUM_CHECKED], content[-_NUM_CHECKED:]
+    if not parts or digest != _digest(key, parts):
         raise ValueError("it is damaged")
     os.utime(path)
-    return parts.long()
+    return torch.frombuffer(bytearray(parts), dtype=torch.int32).long()
 
 
-def _write(path: Path, key: int, parts: Tensor) -> None:
+def _write(path: Path, key: int, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    parts = parts.int()
     # With the suffix, so that what a killed run leaves makes room too.
     with NamedTemporaryFile(dir=path.parent, suffix=_SUFFIX, delete=False) as file:
         try:
-            file.write(parts.numpy().tobytes() + _checksum(key, parts))
+            file.write(content + _digest(key, content))
             file.close()
             os.replace(file.name, path)
         except BaseException:
-            Path(file.name).unlink(missing_ok=True)
+            os.unlink(file.name)
             raise
-    used = sorted(path.parent.glob(f"*{_SUFFIX}"), key=lambda one: -one.stat().st_mtime)
     total = 0
-    for one in used:
+    for one in sorted(path.parent.glob(f"*{_SUFFIX}"), key=lambda one: -one.stat().st_mtime):
         total += one.stat().st_size
         if total > _MOST_BYTES and one != path:
             one.unlink(missing_ok=True)
 
 
-def _checksum(key: int, parts: Tensor) -> bytes:
-    return fold([key, tensor_fingerprint(parts)]).to_bytes(_NUM_CHECKED, "little", signed=True)
+def _digest(key: int, content: bytes) -> bytes:
+    salt = key.to_bytes(8, "little", signed=True)
+    return blake2b(content, digest_size=_NUM_CHECKED, salt=salt).digest()

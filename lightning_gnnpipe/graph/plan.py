@@ -26,6 +26,7 @@ class ChunkPlan:
         edge_perm: `[num_edges]` the user's edge in each slot, sorted by the position of its target.
         edge_sizes: Edges in each of several consecutive edge sets; empty for one set.
         shard: The part of a larger graph that this plan covers; None for the whole graph.
+        is_in_order: Whether the user's nodes and edges have the plan's order.
     """
 
     num_nodes: int
@@ -36,6 +37,7 @@ class ChunkPlan:
     _whole: Chunk = field(repr=False)
     edge_sizes: tuple[int, ...] = ()
     shard: Shard | None = None
+    is_in_order: bool = False
 
     @property
     def num_chunks(self) -> int:

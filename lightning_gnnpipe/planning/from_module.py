@@ -14,6 +14,7 @@ from torch_geometric.data import Data, Dataset
 
 from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.errors import ConfigError
+from lightning_gnnpipe.graph import StoredGraph
 from lightning_gnnpipe.layers import check_replicas
 from lightning_gnnpipe.methods import PipelinedMethod, is_one_graph
 from lightning_gnnpipe.options import StrategyOptions
@@ -117,6 +118,8 @@ def plan_pipeline(
             "num_chunks; see strategy.collect_stats().",
         )
     check_replicas(options.data_parallel)
+    if isinstance(getattr(batch, "stored", None), StoredGraph):
+        options = options.with_chunks_of(batch.stored)
     target = Target(
         module=pipelined,
         root=module,

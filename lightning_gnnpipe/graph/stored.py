@@ -1,0 +1,243 @@
+"""A graph in a folder: tensors in the order of its plan, memory-mapped, and the plan itself.
+
+    manifest.json         sizes, and the dtype, shape and fingerprint of each array
+    x.npy, y.npy, ...     tensors of the graph; row n of nodes belongs to position n
+    edge_index.npy        [2, num_edges] positions, sorted by target
+    n_id.npy              [num_nodes] the user's node at each position
+    plan.edges.npy        the edges of each chunk in turn, in its local numbers
+    plan.halo.npy         the halos of all chunks
+
+Numbers of nodes have 64 bits, those that layers index with: nothing is converted or copied.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_gnnpipe._compat_torch import pytree
+from lightning_gnnpipe.errors import ConfigError, GraphError
+from lightning_gnnpipe.graph.chunk import Chunk
+from lightning_gnnpipe.graph.fingerprint import fold, set_number, tensor_fingerprint
+from lightning_gnnpipe.graph.partition import edge_cut_frac
+from lightning_gnnpipe.graph.plan import ChunkPlan
+
+_FORMAT, _VERSION = "graph of lightning_gnnpipe", 1
+_MANIFEST = "manifest.json"
+_BLOCK_BYTES = 1 << 26  # written at once
+_OF_PLAN = ("plan.edges", "plan.halo")
+_BOUNDS = ("index", "start", "end", "halo_chunks", "halo_counts", "edge_start", "edge_end")
+
+Array = tuple[Tensor, Tensor | None]  # a tensor, and the order of its rows
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class StoredGraph:
+    """The plan of an opened folder.
+
+    Attributes:
+        source: Fingerprint of what it was written from.
+        number: Fingerprint of its graph, as in `InputKey.graph`.
+        nodes: `[num_nodes]` the user's node at each position.
+        parts: `[num_nodes]` the chunk of each position.
+    """
+
+    source: int
+    number: int
+    cut_frac: float
+    nodes: Tensor
+    parts: Tensor
+    plan: ChunkPlan
+
+    def in_users_order(self, outputs: Any) -> Any:
+        """Return `outputs` with rows of nodes in the user's order."""
+        place = self.nodes.argsort()
+
+        def put(rows: Tensor) -> Tensor:
+            is_of_nodes = rows.dim() > 0 and rows.size(0) == place.numel()
+            return rows[place.to(rows.device)] if is_of_nodes else rows
+
+        return pytree.tree_map_only(Tensor, put, outputs)
+
+
+def open_stored(folder: Path) -> tuple[dict[str, Any], StoredGraph]:
+    """Return the values of a graph, its tensors memory-mapped, and its plan; nothing is read.
+
+    Raises:
+        GraphError: If the folder is none that `write_stored` has written whole.
+    """
+    about = _read_manifest(folder)
+    try:
+        arrays = {name: _open_array(folder, name, one) for name, one in about["arrays"].items()}
+        edges, halos = (arrays.pop(name) for name in _OF_PLAN)
+        plan = _read_plan(about["chunks"], arrays["edge_index"], edges, halos)
+        edges_number = about["arrays"]["edge_index"]["fingerprint"]
+        stored = StoredGraph(
+            source=about["source"],
+            number=fold([plan.num_nodes, plan.num_edges, edges_number]),
+            cut_frac=about["cut_frac"],
+            nodes=arrays["n_id"],
+            parts=plan.chunk_of_position(),
+            plan=plan,
+        )
+        return arrays | about["values"], stored
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+        _refuse(folder, f"a manifest that does not fit: {error!r}")
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        about = json.loads((folder / _MANIFEST).read_text())
+    except OSError as error:
+        _refuse(folder, f"no {_MANIFEST}: {error.strerror}")
+    except ValueError as error:
+        _refuse(folder, f"a damaged {_MANIFEST}: {error}")
+    if not isinstance(about, dict) or about.get("format") != _FORMAT:
+        _refuse(folder, f"another {_MANIFEST}")
+    if about["version"] != _VERSION:
+        _refuse(folder, f"version {about['version']}; this package reads version {_VERSION}")
+    return about
+
+
+def _open_array(folder: Path, name: str, about: Mapping[str, Any]) -> Tensor:
+    path, dtype = folder / f"{name}.npy", getattr(torch, about["dtype"])
+    try:  # private pages: shared until somebody writes to them
+        is_empty = 0 in about["shape"]
+        array = np.load(path, mmap_mode=None if is_empty else "c", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        _refuse(folder, f"{path.name} that cannot be read: {error}")
+    tensor = torch.from_numpy(array).view(dtype)
+    if list(tensor.shape) != about["shape"]:
+        _refuse(folder, f"{path.name} of shape {list(tensor.shape)}, not {about['shape']}")
+    return set_number(tensor, about["fingerprint"])
+
+
+def _read_plan(bounds: Any, edge_index: Tensor, edges: Tensor, halos: Tensor) -> ChunkPlan:
+    """Return the plan; `bounds`: what `_BOUNDS` names, by chunk."""
+    halo = halos.split([sum(one["halo_counts"]) for one in bounds])
+    local = edges.split([2 * (one["edge_end"] - one["edge_start"]) for one in bounds])
+    chunks = list[Chunk]()
+    for own, positions, ends in zip(bounds, halo, local, strict=True):
+        own = {name: tuple(one) if isinstance(one, list) else one for name, one in own.items()}
+        own |= {"halo": positions, "edge_index": ends.view(2, -1), "is_whole": len(bounds) == 1}
+        chunks.append(Chunk(**own))
+    num_nodes, num_edges = chunks[-1].end, edge_index.size(1)
+    whole = Chunk(0, 0, num_nodes, halos[:0], (), (), 0, num_edges, edge_index, is_whole=True)
+    orders = torch.arange(num_nodes), torch.arange(num_edges)
+    return ChunkPlan(num_nodes, num_edges, *orders, tuple(chunks), whole, is_in_order=True)
+
+
+def _refuse(folder: Path, found: str) -> NoReturn:
+    raise GraphError(
+        expected=f"{folder} to be a graph that was prepared",
+        found=found,
+        remedy=f"Write it: prepare_graph(data, {str(folder)!r}, num_chunks=8).",
+    )
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path | None]:
+    """Give a folder that takes the place of `folder` at the end; None if that is taken.
+
+    Whatever ends the block, `folder` is whole or absent. Other processes wait, and then find it.
+    """
+    partial = folder.with_name(f"{folder.name}.partial")
+    try:
+        if _is_taken(folder):
+            yield None
+            return
+        with _locked(partial) as handle:
+            is_free = not _is_taken(folder)  # else by the process that held the lock
+            for left in partial.glob("*"):  # by a killed process
+                left.unlink()
+            try:
+                yield partial if is_free else None
+                os.fsync(handle)
+                if is_free:
+                    os.rename(partial, folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise ConfigError(
+            expected=f"to write {folder}",
+            found=str(error),
+            remedy="Nothing is left of it. Make room, or choose another folder.",
+        ) from error
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[int]:
+    """Make `folder` if it is not there, and hold its lock within the block."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _is_taken(folder: Path) -> bool:
+    return folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
+
+
+def write_stored(
+    folder: Path, arrays: Mapping[str, Array], plan: ChunkPlan, about: dict[str, Any]
+) -> None:
+    """Write tensors, and the edges of a plan, into an empty folder, block by block.
+
+    `about`: `source` of `StoredGraph`, and `values` that are no tensors.
+    """
+    [whole] = plan.whole.chunks
+    cut = torch.cat([chunk.edge_index.flatten() for chunk in plan.chunks])
+    halos = torch.cat([chunk.halo for chunk in plan.chunks])
+    made = {"edge_index": whole.edge_index, "n_id": plan.perm}
+    made |= zip(_OF_PLAN, (cut, halos), strict=True)
+    every = {**arrays, **{name: (tensor, None) for name, tensor in made.items()}}
+    about |= {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "cut_frac": edge_cut_frac(whole.edge_index, plan.chunk_of_position()),
+        "arrays": {n: _write_array(folder / f"{n}.npy", *one) for n, one in every.items()},
+        "chunks": [{name: getattr(one, name) for name in _BOUNDS} for one in plan.chunks],
+    }
+    with open(folder / _MANIFEST, "w") as file:
+        json.dump(about, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_array(path: Path, tensor: Tensor, order: Tensor | None) -> dict[str, Any]:
+    """Write the rows of a tensor in this order; return what the manifest says of them."""
+    rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
+    height = max(_BLOCK_BYTES // max(rows[:1].nbytes, 1), 1)
+    header = {"descr": _as_array(rows[:0]).dtype.str, "fortran_order": False}
+    with open(path, "wb") as file:
+        np.lib.format.write_array_header_1_0(file, {**header, "shape": tuple(tensor.shape)})
+        for block in torch.split(rows if order is None else order, height):
+            file.write(_as_array(block if order is None else rows[block]).tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+    array = np.load(path, mmap_mode="c" if tensor.numel() else None)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    fingerprint = tensor_fingerprint(torch.from_numpy(array).view(tensor.dtype))
+    return {"dtype": dtype, "shape": list(tensor.shape), "fingerprint": fingerprint}
+
+
+def _as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Return an array of the same bits; NumPy has no bfloat16."""
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.int16)
+    return tensor.numpy()
