@@ -1,64 +1,47 @@
-"""`gnnpipe plan --config run.yaml`: what a training step of a config would take.
-
-`gnnpipe prepare arrays folder --num_chunks 16`: a folder for `FullGraphDataModule`.
-"""
+"""What the command `gnnpipe` does: plans a config, or prepares a folder."""
 
 from __future__ import annotations
 
-import os
 import sys
-from argparse import ArgumentParser
-from collections.abc import Sequence
-from typing import get_args
+from argparse import ArgumentError
+from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningCLI
 from lightning_utilities.core.imports import RequirementCache
 
-import lightning_gnnpipe.models  # lets configs name its classes without the package
+from lightning_gnnpipe import models  # noqa: F401 - lets configs name its classes without the package
 from lightning_gnnpipe.datamodule import prepare_graph
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError
 from lightning_gnnpipe.planning import PipelinePlan
 from lightning_gnnpipe.strategy import GNNPipeStrategy
-from lightning_gnnpipe.types import PartitionMethod
 
 REQUIREMENT = "jsonargparse[signatures]>=4.27.7"
-_USAGE = """usage: gnnpipe plan --config run.yaml [options]
-       gnnpipe prepare arrays folder --num_chunks 16
-       gnnpipe plan --help
-       gnnpipe --version
-"""
-_OPTIONS = {
-    "num_devices": (int, "Plan the best layout of this many devices, not the Trainer's."),
-    "link_gbit": (float, "Link speed of each device, in Gbit/s each way; default 10."),
-    "message_us": (float, "Microseconds per message of any size; default: as measured for gloo."),
-    "memory_gib": (float, "Memory of a device, in GiB, that a layout must fit into."),
-}
-_TRAINS = (
-    "is not a command of gnnpipe, which does not train",
-    "Write these lines to a file of your own and run `python FILE {0} --config run.yaml`:\n"
-    "  import lightning_gnnpipe.models\n"
-    "  from lightning.pytorch.cli import LightningCLI\n"
-    "  LightningCLI()",
+_FUNCTION = (
+    "A function is known by the annotation of what it returns: write `def load_graph() -> Data:`, "
+    "or `def make_net() -> torch.nn.Module:`."
 )
-_REFUSED = dict.fromkeys(("fit", "validate", "test", "predict"), _TRAINS) | {
-    "check": (
-        "was removed",
-        "Write print(GNNPipeStrategy().plan(module, loader)) in place of trainer.fit(module, "
-        "loader): it prints what would be pipelined, or what is refused.",
-    )
-}
 
 
-class PlanCLI(LightningCLI):
-    """Builds what a config names; takes the options of a plan."""
+def run(command: str, options: dict[str, Any]) -> int:
+    """Print what a command makes, or an error; return the exit status."""
+    try:
+        if command == "plan":
+            sys.stdout.write(f"{plan(**options)}\n")
+        else:
+            sys.stdout.write(f"{prepare_graph(**options)} is prepared.\n")
+    except (GNNPipeError, MisconfigurationException) as error:
+        sys.stderr.write(f"gnnpipe: {error}\n")
+        return 1
+    except ArgumentError as error:
+        is_function = "does not correspond to a subclass" in str(error)
+        hint = _FUNCTION if is_function else "Run `gnnpipe plan --help`."
+        sys.stderr.write(f"gnnpipe: {error}\n{hint}\n")
+        return 2
+    return 0
 
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        for name, (kind, text) in _OPTIONS.items():
-            parser.add_argument(f"--{name}", type=kind, default=None, help=text)
 
-
-def plan() -> PipelinePlan:
+def plan(link_gbit: float | None, num_devices: int | None, **options: Any) -> PipelinePlan:
     """Return the plan of the config that `sys.argv` names.
 
     Raises:
@@ -72,11 +55,11 @@ def plan() -> PipelinePlan:
             remedy='Run `pip install ".[cli]"` in the folder of this package.',
         )
     try:
-        cli = PlanCLI(
+        cli = LightningCLI(
             run=False,
             save_config_callback=None,
             trainer_defaults={"strategy": {"class_path": "lightning_gnnpipe.GNNPipeStrategy"}},
-            parser_kwargs={"prog": "gnnpipe plan", "description": plan.__doc__},
+            parser_kwargs={"prog": "gnnpipe plan", "exit_on_error": False},
         )
     except ValueError as error:  # jsonargparse joins the errors of the classes that it builds
         raise ConfigError(
@@ -97,50 +80,9 @@ def plan() -> PipelinePlan:
             found="none",
             remedy="For a graph or a data set, use FullGraphDataModule.",
         )
-    asked = {name: cli.config[name] for name in _OPTIONS}
-    asked["link_gbit_per_s"] = asked.pop("link_gbit")
-    if asked["num_devices"] is None:
+    if num_devices is None:
         layout = strategy.options.resolve_layout(cli.trainer.world_size)
-        asked |= zip(("num_stages", "num_shards"), layout, strict=True)
-    return strategy.plan(cli.model, data, **asked)
-
-
-def prepare(arguments: Sequence[str]) -> str:
-    """Write the folder that the command asks for; return what is printed."""
-    parser = ArgumentParser("gnnpipe prepare", description=prepare_graph.__doc__)
-    parser.add_argument("arrays", help="a folder of x.npy, edge_index.npy, y.npy, train_mask.npy")
-    parser.add_argument("folder", help="the folder to write, for FullGraphDataModule")
-    parser.add_argument("--num_chunks", type=int, required=True)
-    parser.add_argument("--partition", choices=get_args(PartitionMethod), default="metis")
-    parser.add_argument("--seed", type=int, default=0)
-    asked = vars(parser.parse_args(arguments))
-    return f"{prepare_graph(asked.pop('arrays'), **asked)} is prepared."
-
-
-def main() -> int:
-    """Run the command of `sys.argv`; return its exit status."""
-    command = "".join(sys.argv[1:2])
-    if command == "--version":
-        sys.stdout.write(f"gnnpipe {lightning_gnnpipe.__version__}\n")
-        return 0
-    if command in ("--help", "-h"):
-        sys.stdout.write(_USAGE)
-        return 0
-    if command not in ("plan", "prepare"):
-        fact, remedy = _REFUSED.get(command, ("is not a command", "Run `gnnpipe plan --help`."))
-        text = f"gnnpipe: '{command}' {fact}. {remedy.format(command)}\n"
-        sys.stderr.write(text if command else _USAGE)
-        return 2
-    del sys.argv[1]
-    sys.path.insert(0, os.getcwd())  # configs name classes in the user's files
-    try:
-        made = plan() if command == "plan" else prepare(sys.argv[1:])
-        sys.stdout.write(f"{made}\n")
-    except (GNNPipeError, MisconfigurationException) as error:
-        sys.stderr.write(f"gnnpipe: {error}\n")
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        options |= zip(("num_stages", "num_shards"), layout, strict=True)
+    return strategy.plan(
+        cli.model, data, link_gbit_per_s=link_gbit, num_devices=num_devices, **options
+    )

@@ -9,13 +9,15 @@ import copy
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 import lightning as L
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
 from torch_geometric.data import Data, Dataset, HeteroData
+from torch_geometric.data.data import BaseData
 from torch_geometric.utils import index_to_mask, is_sparse
 
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, GraphError
@@ -43,9 +45,8 @@ class FullGraphDataModule(L.LightningDataModule):
     validation or test masks if no step uses them. The given graph is not changed:
     ``datamodule.data`` is a shallow copy that shares its tensors.
 
-    Example::
-
-        trainer.fit(module, datamodule=FullGraphDataModule(Planetoid(root, "Cora")))
+    Examples:
+        >>> trainer.fit(module, datamodule=FullGraphDataModule(Planetoid(root, "Cora")))
 
     Args:
         data: A ``Data``, a PyG data set of one graph, an OGB node data set, or a folder that
@@ -127,10 +128,9 @@ def prepare_graph(
     Features are read and written block by block; edges must fit into memory. The folder is written
     whole or not at all. If it holds the same graph in the same chunks, it is left as it is.
 
-    Example::
-
-        prepare_graph(PygNodePropPredDataset("ogbn-products"), "products", num_chunks=16)
-        trainer.fit(module, datamodule=FullGraphDataModule("products"))
+    Examples:
+        >>> prepare_graph(PygNodePropPredDataset("ogbn-products"), "products", num_chunks=16)
+        >>> trainer.fit(module, datamodule=FullGraphDataModule("products"))
 
     Args:
         data: What ``FullGraphDataModule`` takes, a ``FullGraphDataModule`` with other splits, or a
@@ -215,6 +215,20 @@ class SingleGraphLoader:
 
     def __len__(self) -> int:
         return 1
+
+
+def check_loader(loader: object) -> None:
+    """Refuse torch's loader of graphs, which joins tensors alone, by the ways that work."""
+    if not isinstance(loader, DataLoader) or loader.collate_fn is not default_collate:
+        return
+    graphs: Any = loader.dataset
+    is_known = isinstance(graphs, list | tuple | Dataset) and len(graphs) > 0
+    if is_known and isinstance(graphs[0], BaseData):
+        raise ConfigError(
+            "torch.utils.data.DataLoader cannot join graphs to a batch.\n"
+            "For one graph write DataLoader([data], batch_size=None).\n"
+            "For batches of many write torch_geometric.loader.DataLoader(dataset, batch_size=32)."
+        )
 
 
 def _refuse(

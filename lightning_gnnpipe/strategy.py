@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_gnnpipe.chunks import PipelineStats
+from lightning_gnnpipe.datamodule import check_loader
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.errors import refuse_removed
 from lightning_gnnpipe.graph import StoredGraph
@@ -217,6 +218,10 @@ class GNNPipeStrategy(LightningStrategy):
     def make_launcher(self) -> Any:
         return self._processes.make_launcher()
 
+    def check_start(self) -> None:
+        """Refuse, before processes start, what cannot run on so many devices."""
+        self._processes.check_start()
+
     def set_world_ranks(self) -> None:
         self._processes.set_ranks()
 
@@ -236,6 +241,7 @@ class GNNPipeStrategy(LightningStrategy):
         self._host.check_training(self.optimizers)
 
     def process_dataloader(self, dataloader: object) -> object:
+        check_loader(dataloader)
         return self._replicas.process_dataloader(dataloader)
 
     # Training.

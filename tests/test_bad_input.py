@@ -16,6 +16,7 @@ from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
+from lightning_gnnpipe.errors import ConfigError
 from tests.helpers.trainers import weights
 from tests.test_user_errors import D, Module, Net, fit, graph
 
@@ -117,6 +118,11 @@ def test_bad_input_is_refused_on_every_rank(name: str, tmp_path: Path) -> None:
     assert len(found) == 2
     for one in found:
         assert re.search(text, one, re.DOTALL), one
+
+
+def test_torchs_loader_of_graphs_is_refused_by_the_loaders_that_work() -> None:
+    with pytest.raises(ConfigError, match=r"write DataLoader\(\[data\], batch_size=None\)"):
+        fit(Module(), DataLoader([graph()]), 2)
 
 
 def test_weights_may_be_renamed_on_two_stages() -> None:

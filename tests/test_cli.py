@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import docstring_parser
 import pytest
 
 import lightning_gnnpipe
+from gnnpipe import main
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, StalenessWarmup, cli, models
 from tests.docs.pages import read_blocks
 from tests.helpers.scripts import ROOT, start_script
@@ -31,7 +33,7 @@ class Commands:
         """Return the status, and what it has printed to both streams."""
         self.monkeypatch.setattr(sys, "argv", ["gnnpipe", *arguments])
         try:
-            status: Any = cli.main()
+            status: Any = main()
         except SystemExit as done:
             status = done.code
         return (status, *self.capsys.readouterr())
@@ -111,6 +113,15 @@ def test_versions_and_options_are_shown_and_a_missing_package_named(gnnpipe: Com
     assert 'pip install ".[cli]"' in printed
 
 
+@pytest.mark.parametrize("arguments", ["--help", "--version", "fit", "plan --help"])
+def test_what_needs_no_plan_is_answered_without_heavy_imports(arguments: str) -> None:
+    code = "import atexit, sys, gnnpipe; atexit.register(lambda: print(*sys.modules)); "
+    command = [sys.executable, "-c", f"{code}gnnpipe.main()", *arguments.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    *_, modules = done.stdout.splitlines()
+    assert {"torch", "lightning", "lightning_gnnpipe"}.isdisjoint(modules.split()), modules
+
+
 @pytest.mark.parametrize("config", ["cora.yaml", "digits.yaml", "own_net.yaml"])
 def test_configs_are_read(gnnpipe: Commands, config: str) -> None:
     printed = gnnpipe.shows("plan", f"--config={config}", "--print_config=skip_unset")
@@ -159,3 +170,13 @@ def test_errors_of_the_users_own_classes_are_shown(gnnpipe: Commands) -> None:
     broken = ("--model.net=broken_net.Net", "--model.net.width=4")
     status, _, printed = gnnpipe("plan", "--config=own_net.yaml", *broken)
     assert status == 1 and "'mine'" in printed
+
+
+def test_a_function_is_taken_if_it_says_what_it_returns(gnnpipe: Commands) -> None:
+    make = "from own_net import ResidualGAT\ndef make_net(){}:\n  return ResidualGAT(16, 8, 4)\n"
+    for name, annotation in (("plain", ""), ("annotated", " -> ResidualGAT")):
+        (gnnpipe.folder / f"{name}.py").write_text(make.format(annotation))
+    options = "plan", "--config=own_net.yaml"
+    status, _, printed = gnnpipe(*options, "--model.net=plain.make_net")
+    assert status == 2 and "def make_net() -> torch.nn.Module:" in printed
+    assert "one device, 1 chunk" in gnnpipe.shows(*options, "--model.net=annotated.make_net")

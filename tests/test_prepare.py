@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
 
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, cli, prepare_graph
+from gnnpipe import main
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, prepare_graph
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, GraphError
 from lightning_gnnpipe.graph import ContentNumbers, partition_nodes, stored
 from lightning_gnnpipe.graph.fingerprint import tensor_fingerprint
@@ -191,11 +192,11 @@ def test_arrays_are_prepared_from_the_command_line(
     expected = prepare_graph(graph, tmp_path / "expected", num_chunks=3)
     command = ["gnnpipe", "prepare", str(arrays), str(tmp_path / "found"), "--num_chunks=3"]
     monkeypatch.setattr("sys.argv", [*command])
-    assert cli.main() == 0 and "found is prepared" in capsys.readouterr().out
+    assert main() == 0 and "found is prepared" in capsys.readouterr().out
     for path in expected.glob("*.npy"):
         assert path.read_bytes() == (tmp_path / "found" / path.name).read_bytes()
     monkeypatch.setattr("sys.argv", [*command[:2], str(tmp_path / "none"), *command[3:]])
-    assert cli.main() == 1 and "Expected node features 'x'" in capsys.readouterr().err
+    assert main() == 1 and "Expected node features 'x'" in capsys.readouterr().err
 
 
 def test_the_same_graph_is_left_and_another_refused(folder: Path) -> None:

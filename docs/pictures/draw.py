@@ -10,6 +10,7 @@ from svg import (
     FORWARD,
     IDLE,
     INK,
+    LETTERS,
     MUTED,
     PAPER,
     STALE,
@@ -110,7 +111,7 @@ def draw_schedule(num_stages: int, order: tuple[int, ...]) -> Picture:
             start = place + stage
             for x, colour in ((x_of(start), FORWARD), (x_of(span - 1 - start), BACKWARD)):
                 picture.box((x + 1, y), (cell - 2, height), colour)
-                picture.text((x + cell / 2, y + height / 2), str(chunk), 15, PAPER)
+                picture.text((x + cell / 2, y + height / 2), str(chunk), 15, LETTERS)
     bottom = top + 48 * num_stages - 12
     middle = left + cell * half + gap / 2
     picture.text((middle, (top + bottom) / 2 - 9), "your", 12, MUTED)
@@ -142,12 +143,12 @@ def draw_history() -> Picture:
     for chunk, y in rows.items():
         is_now, is_fresh = chunk == now, chunk in done
         picture.box((300, y), (170, 46), CHUNKS[chunk] if is_now or is_fresh else STALE, INK)
-        ink = PAPER if is_now or is_fresh else INK
+        ink = LETTERS if is_now or is_fresh else INK
         picture.text((385, y + 15), f"chunk {chunk}", 13, ink, is_bold=True)
         picture.text((385, y + 33), "written now" if is_now else notes[is_fresh], 11, ink)
     y = rows[now]
     picture.box((40, y), (140, 46), CHUNKS[now], INK)
-    picture.text((110, y + 23), f"chunk {now}", 13, PAPER)
+    picture.text((110, y + 23), f"chunk {now}", 13, LETTERS)
     picture.line([(184, y + 23), (296, y + 23)], INK, 2, is_arrow=True)
     picture.text((240, y + 11), "push", 12, INK)
     picture.box((580, y - 54), (140, 46), PAPER, CHUNKS[now])

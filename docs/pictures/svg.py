@@ -9,12 +9,22 @@ INK, MUTED, IDLE, PAPER = "#22262b", "#6a737d", "#d9dce0", "#ffffff"
 FORWARD, BACKWARD = "#4477aa", "#c8553d"  # as in the timelines that the package draws
 CHUNKS = ("#4477aa", "#ee8866", "#44aa77", "#aa5599")
 STALE = "#f2d7a6"
+LETTERS = "#fff"  # on a colour; the same in the dark
+DARK = {  # what stands in place of a colour on a dark page
+    INK: "#e3e6ea",
+    MUTED: "#a3acb6",
+    IDLE: "#454c57",
+    PAPER: "#1e2129",  # the ground of the pages themselves
+    FORWARD: "#5d93c9",
+    BACKWARD: "#d9705a",
+    STALE: "#6e5728",
+}
 
 Point = tuple[float, float]
 
 
 class Picture:
-    """Shapes on white paper.
+    """Shapes on white paper, or on dark paper for those who read in the dark.
 
     Args:
         width: In pixels.
@@ -81,11 +91,16 @@ class Picture:
 
     def __str__(self) -> str:
         width, height = self.size
+        rules = "".join(
+            f'[fill="{light}"]{{fill:{dark}}}[stroke="{light}"]{{stroke:{dark}}}'
+            for light, dark in DARK.items()
+        )
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
             f'width="{width:g}" height="{height:g}" role="img" '
             'font-family="DejaVu Sans, Verdana, Helvetica, Arial, sans-serif">',
             f"<title>{escape(self.title)}</title>",
+            f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>",
             '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" '
             'markerHeight="6" orient="auto-start-reverse">'
             f'<path d="M0,0 L8,4 L0,8 z" fill="{MUTED}"/></marker></defs>',

@@ -28,7 +28,7 @@ class StalenessMonitor(PipeCallback):
     Raises:
         ConfigError: If `every_n_epochs` is not a positive integer.
 
-    Example:
+    Examples:
         >>> from lightning_gnnpipe import StalenessMonitor
         >>> callback = StalenessMonitor()
     """
@@ -93,7 +93,7 @@ class PipelineMonitor(PipeCallback):
     Raises:
         ConfigError: If `every_n_epochs` is not a positive integer.
 
-    Example:
+    Examples:
         >>> from lightning_gnnpipe import PipelineMonitor
         >>> callback = PipelineMonitor(every_n_epochs=5)
     """

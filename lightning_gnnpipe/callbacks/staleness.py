@@ -56,7 +56,7 @@ class StalenessWarmup(PipeCallback):
     Raises:
         ConfigError: If `num_epochs` is negative or not an integer.
 
-    Example:
+    Examples:
         >>> from lightning_gnnpipe import StalenessWarmup
         >>> callback = StalenessWarmup(num_epochs=10)
     """
@@ -86,7 +86,7 @@ class BoundedStaleness(PipeCallback):
         ConfigError: If `sync_every_n_epochs` is not an integer of at least 1, or, once it is used,
             if the strategy has no `async_halo`.
 
-    Example:
+    Examples:
         >>> from lightning_gnnpipe import BoundedStaleness
         >>> callback = BoundedStaleness(sync_every_n_epochs=10)
     """
@@ -131,7 +131,7 @@ class EmbeddingRefresh(PipeCallback):
         ConfigError: If `every_n_epochs` is not a positive integer, or `how` is invalid; once it is
             used, if no embeddings of the strategy are ever stale.
 
-    Example:
+    Examples:
         >>> from lightning_gnnpipe import EmbeddingRefresh
         >>> callback = EmbeddingRefresh(every_n_epochs=10)
     """

@@ -53,7 +53,7 @@ class TimelineCallback(PipeCallback):
         ConfigError: If `epoch` is neither None nor an integer of at least 0.
         ImportError: Without matplotlib.
 
-    Example:
+    Examples:
         >>> from lightning_gnnpipe import TimelineCallback
         >>> callback = TimelineCallback(epoch=20)
     """

@@ -49,10 +49,9 @@ class NodeClassifier(_Classifier):
     cross-entropy over the mask. Logs ``train_loss``, ``train_acc``, ``val_loss``, ``val_acc`` and
     ``test_acc``. Predicts the logits ``[num_nodes, num_classes]`` of all nodes.
 
-    Example::
-
-        net = GCNII(data.num_features, 64, 7, num_layers=32)
-        trainer.fit(NodeClassifier(net, num_classes=7), datamodule=FullGraphDataModule(data))
+    Examples:
+        >>> net = GCNII(data.num_features, 64, 7, num_layers=32)
+        >>> trainer.fit(NodeClassifier(net, num_classes=7), datamodule=FullGraphDataModule(data))
 
     Args:
         net: Called as ``net(x, edge_index)``; returns the logits ``[num_nodes, num_classes]``.
@@ -97,11 +96,10 @@ class GraphClassifier(_Classifier):
     Logs ``train_loss``, ``train_acc``, ``val_loss``, ``val_acc`` and ``test_acc`` (``..._auroc``
     with ``metric="auroc"``). Predicts the logits ``[num_graphs, num_classes]``.
 
-    Example::
-
-        net = GIN(dataset.num_features, 64, dataset.num_classes)
-        module = GraphClassifier(net, num_classes=dataset.num_classes)
-        trainer.fit(module, DataLoader(dataset, batch_size=64, shuffle=True))
+    Examples:
+        >>> net = GIN(dataset.num_features, 64, dataset.num_classes)
+        >>> module = GraphClassifier(net, num_classes=dataset.num_classes)
+        >>> trainer.fit(module, DataLoader(dataset, batch_size=64, shuffle=True))
 
     Args:
         net: Called with the batch's ``inputs``; returns the logits ``[num_graphs, num_classes]``.

@@ -34,5 +34,5 @@ from lightning_gnnpipe.stages.split import (
     solve_balance,
     split_layers,
 )
-from lightning_gnnpipe.stages.trace import NUM_GRAPHS, strip_root, trace
+from lightning_gnnpipe.stages.trace import NUM_GRAPHS, most_layers, strip_root, trace
 from lightning_gnnpipe.stages.values import Sample, SampleRun, Value, draw_sample, draw_samples

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -35,8 +36,11 @@ from lightning_gnnpipe.stages.attributes import (
     refusing_progress,
     restore_buffers,
     restored_on_errors,
+    undisturbed,
 )
 from lightning_gnnpipe.stages.find import (
+    Pipelined,
+    calls_passing,
     contains_passing,
     is_library,
     is_listed,
@@ -193,27 +197,57 @@ class Caller(nn.Module):
         return run(self._call, module, leaves, count)
 
 
-class Tracer(fx.Tracer):
+class _Outline(fx.Tracer):
     """Traces through modules that contain message passing; all other modules are leaves."""
 
-    proxy_buffer_attributes = True  # each step recomputes values derived from buffers
-
-    def __init__(self, module: nn.Module, call: Call, run: SampleRun) -> None:
-        self._call, self._run, self._asked = call, run, list[fx.Node]()
-        self.refusal: UnsupportedError | None = None  # torch may replace it by an error of its own
+    def __init__(self, module: nn.Module) -> None:
         functions = filter(callable, (getattr(_utils, name) for name in _utils.__all__))
         listed = self._listed = listed_parts(module)
         self._traced = {
             id(m) for m in module.modules() if is_traced_through(m) and id(m) not in listed
         }
         super().__init__(autowrap_functions=(*functions, *_POOLS, _nn.conv.gcn_conv.gcn_norm))
-        self._contexts = _contexts()
         passing = [m for m in module.modules() if contains_passing(m) or not is_library(m)]
         own = (sys.modules[type(m).__module__] for m in passing)
         search_in(self, {*_SEARCHED, *user_modules(), *own})
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return id(m) not in self._traced
+
+    def create_args_for_root(
+        self, root_fn: Any, is_module: bool, concrete_args: Any = None
+    ) -> tuple[Any, list[Any]]:
+        """Have a placeholder for each argument without a default."""
+        _, *given = inspect.signature(root_fn).parameters.values()
+        names = [one.name for one in given if one.default is one.empty and one.kind < 2]
+        return root_fn, [self.root, *(self.create_proxy("placeholder", n, (), {}) for n in names)]
+
+
+def most_layers(found: Pipelined) -> int | None:
+    """Return a number of layers that a forward has at most; None if only its data would show it."""
+    module: Any = found.module
+    if is_listed(module):
+        return len(list(module.pipeline_layers()))
+    tracer = _Outline(module)
+    tracer.traced_func_name = found.method
+    try:
+        with undisturbed(module), traceable(module):
+            calls = sum(calls_passing(node, module) for node in tracer.trace(module).nodes)
+    except Exception:  # it asks for values of its arguments
+        return None
+    return max(calls, sum(isinstance(one, MessagePassing) for one in module.modules()))
+
+
+class Tracer(_Outline):
+    """Traces one call: values that forward asks for come from `run`."""
+
+    proxy_buffer_attributes = True  # each step recomputes values derived from buffers
+
+    def __init__(self, module: nn.Module, call: Call, run: SampleRun) -> None:
+        self._call, self._run, self._asked = call, run, list[fx.Node]()
+        self.refusal: UnsupportedError | None = None  # torch may replace it by an error of its own
+        super().__init__(module)
+        self._contexts = _contexts()
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         if _contexts() != self._contexts:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_gnnpipe._compat_torch import set_group_timeout
@@ -44,6 +45,7 @@ from lightning_gnnpipe.comm import (
 )
 from lightning_gnnpipe.errors import ConfigError, PeerError
 from lightning_gnnpipe.options import StrategyOptions
+from lightning_gnnpipe.stages import as_written, check_num_stages, find_pipelined, most_layers
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer.signals import StopSignals
 
@@ -117,9 +119,19 @@ class Processes:
             return ForkLauncher(strategy, start_method="fork")
         if is_external:
             return None
-        return _compat.SubprocessScriptLauncher(
-            strategy.cluster_environment, num_processes, num_nodes
-        )
+        return ScriptLauncher(strategy.cluster_environment, num_processes, num_nodes)
+
+    def check_start(self) -> None:
+        """Refuse numbers of devices that do not fit options or layers, as far as modules show."""
+        strategy, options = self._strategy, self._options
+        num_stages, _ = options.resolve_layout(strategy.num_nodes * strategy.num_processes)
+        module = strategy.user_module
+        if any(is_overridden(hook, module) for hook in ("configure_model", "setup")):
+            return  # which may make layers
+        with as_written(module):
+            num_layers = most_layers(find_pipelined(module, options.pipelined_module))
+        if num_layers is not None:
+            check_num_stages(num_layers, num_stages)
 
     def set_ranks(self) -> None:
         """Give the cluster environment the rank of this process and the number of ranks."""
@@ -247,10 +259,19 @@ def _end(launcher: Any) -> None:
     launcher.kill(signal.SIGKILL)
 
 
+class ScriptLauncher(_compat.SubprocessScriptLauncher):
+    """Lightning's launcher, which starts no process for what cannot run."""
+
+    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        trainer.strategy.check_start()
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+
 class ForkLauncher(_compat.MultiProcessingLauncher):
     """Lightning's launcher, whose workers tell each other why they fail."""
 
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        trainer.strategy.check_start()
         state = random.getstate()
 
         def work(*args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_gnnpipe import cli
+from gnnpipe import main
 from tests.docs import small
 from tests.docs.pages import PAGES, ROOT, Block, as_script, commands, read_blocks
 from tests.helpers.cases import slow
@@ -94,7 +94,7 @@ def save_configs(blocks: list[Block]) -> list[str]:
 def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["gnnpipe", *arguments])
     try:
-        return cli.main()
+        return main()
     except SystemExit as done:  # --help, --print_config, or a wrong argument
         return int(done.code or 0)
 

@@ -46,7 +46,15 @@ def test_public_names_models_and_errors_are_documented() -> None:
     assert documented("errors.md") == own - {"Fallbacks"}  # which warns
 
 
-def test_the_pictures_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+def brightness(colour: str) -> float:
+    """Return the relative luminance of WCAG, to within a few percent."""
+    parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return sum(w * part**2.2 for w, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+
+
+def test_the_pictures_are_up_to_date_and_can_be_read_in_the_dark(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     folder = DOCS / "pictures"
     monkeypatch.syspath_prepend(folder)
     for name in ("svg", "draw"):
@@ -56,7 +64,17 @@ def test_the_pictures_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = draw.draw_all()
     assert set(pictures) == {path.name for path in folder.glob("*.svg")}
     for name, picture in pictures.items():
-        assert (folder / name).read_text() == str(picture), "run: python docs/pictures/draw.py"
+        text = (folder / name).read_text()
+        assert text == str(picture), "run: python docs/pictures/draw.py"
+        dark = dict(re.findall(r'\[fill="(#\w+)"\]{fill:(#\w+)}', text))
+        paper = brightness(dark[draw.PAPER]) + 0.05
+        for colour in set(re.findall(r'<text [^>]*fill="(#\w{6})"', text)):
+            assert (brightness(dark.get(colour, colour)) + 0.05) / paper > 4.5, colour
+
+
+def test_examples_have_the_heading_that_the_pages_of_the_api_know() -> None:
+    for path in FILES:
+        assert not re.search(r"^ +Example::?$", path.read_text(), re.M), f"{path}: Examples:"
 
 
 def test_the_page_on_support_lists_the_layers_that_are_tested() -> None:

@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
+from torch import Tensor, nn
+from torch_geometric.nn import GCN
 
 from lightning_gnnpipe import GNNPipeStrategy
-from lightning_gnnpipe.errors import ConfigError
-from lightning_gnnpipe.trainer.processes import ForkLauncher
+from lightning_gnnpipe.errors import ConfigError, GNNPipeError
+from lightning_gnnpipe.trainer.processes import ForkLauncher, ScriptLauncher
 from tests.helpers.scripts import run_script
+from tests.test_user_errors import Module, Net, fit, graph
 
 SCRIPT = """
 import sys
@@ -86,3 +89,38 @@ def test_forks_that_would_use_a_gpu_are_refused(device: str) -> None:
     else:
         strategy._configure_launcher()
         assert isinstance(strategy.launcher, ForkLauncher)
+
+
+class Again(Net):
+    """Calls its first layer four times."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for _ in range(4):
+            x = self.convs[0](x, edge_index)
+        return x
+
+
+class Started(Exception):
+    """A process would have been started."""
+
+
+def start(launcher: ScriptLauncher) -> None:
+    raise Started
+
+
+@pytest.mark.parametrize(
+    ("net", "shards", "kind", "text"),
+    [
+        (Net(), 1, ConfigError, "got 4 stages and 3 layers.*at most 3 devices"),
+        (GCN(4, 4, 3, 4), 1, ConfigError, "got 4 stages and 3 layers"),
+        (Net(), 3, ConfigError, "'graph_parallel' to divide the number of processes, 4"),
+        (nn.Linear(4, 4), 1, GNNPipeError, "no message-passing layer"),
+        (Again(), 1, Started, ""),
+    ],
+)
+def test_what_cannot_run_on_so_many_devices_starts_no_process(
+    net: nn.Module, shards: int, kind: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ScriptLauncher, "_call_children_scripts", start)
+    with pytest.raises(kind, match=f"(?s){text}"):
+        fit(Module(net), graph(), 4, devices=4, graph_parallel=shards)
