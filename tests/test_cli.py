@@ -69,6 +69,7 @@ def test_the_documented_script_trains_and_tests_by_one_config(tmp_path: Path) ->
     done.end(180)
     assert done.returncode == 0, done.text
     assert "Starting with 2 processes" in done.text
+    assert done.text.count("LeafSpec)` is deprecated") <= 1 and "sync_dist=True" not in done.text
     [checkpoint] = tmp_path.rglob("*.ckpt")
     options = ("--config=own_net.yaml", f"--ckpt_path={checkpoint}", "--trainer.devices=1", *quiet)
     done = start_script(path, "test", *options, is_new=False)
