@@ -165,8 +165,8 @@ class StrategyOptions:
         if self.for_graphs:
             why = "in batches of graphs, no graph is cut into chunks and nothing is stale"
             use = f"leave out {self.for_graphs}"
-            names = (*_OF_CHUNKS, *_OF_ROWS, "plan_folder")
-            self._refuse_given(names, self.for_graphs, why, use)
+            of_chunks = (*_OF_CHUNKS, *_OF_ROWS, "plan_folder")
+            self._refuse_given(of_chunks, self.for_graphs, why, use)
         if self.graph_parallel == 1:
             names, why = ("halo_codec", "async_halo"), "there is only one shard"
             self._refuse_given(names, "graph_parallel=1", why, "use graph_parallel=2 or more")
@@ -261,7 +261,7 @@ class StrategyOptions:
         return self.num_chunks == "auto" and isinstance(self.partition, str)
 
     def with_chunks_of(self, stored: StoredGraph) -> StrategyOptions:
-        """Return the options for a graph from a folder: its chunks, unless others are asked for."""
+        """Return the options for a graph from a folder: its chunks, unless some are named."""
         is_free = isinstance(self.partition, str) and self.partition == "metis"
         return replace(self, partition=stored.parts) if is_free and self.num_chunks != 1 else self
 

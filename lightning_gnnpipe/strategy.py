@@ -67,8 +67,9 @@ class GNNPipeStrategy(LightningStrategy):
             measured to balance stages; a resumed run keeps it. Without these costs, for batches,
             with `recompute` and in `Trainer(deterministic=True)`: 4 per stage. On one stage: 1,
             unless options ask for chunks, as `partition`, `recompute` or `history_dtype` do.
-        partition: Assigns nodes to chunks: "metis", "random", "contiguous", or an integer tensor
-            `[num_nodes]` with the chunk of each node.
+        partition: Assigns nodes to chunks: "metis", "kaminpar" (a package to install: less time
+            and memory), "random", "contiguous", or an integer tensor `[num_nodes]` with the chunk
+            of each node.
         plan_folder: Keeps partitions by the content of the graph, in a folder of at most 4 GiB, so
             that later runs on it start without METIS. Several runs may share it. None: not kept.
         cross_chunk_edges: "keep" is the method of the paper. "drop" trains without the edges

@@ -21,7 +21,7 @@ from torch import Tensor
 
 CHUNKS_PER_STAGE = 4  # unless costs choose; as in all experiments of GNNPipe (arXiv 2308.10087)
 
-PartitionMethod = Literal["metis", "random", "contiguous"]
+PartitionMethod = Literal["metis", "kaminpar", "random", "contiguous"]
 Partition = PartitionMethod | Tensor
 StartMethod = Literal["popen", "fork"]
 Weights = Literal["whole", "staged"]

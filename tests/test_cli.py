@@ -152,7 +152,7 @@ def test_every_argument_is_typed_and_documented(kind: type[Any]) -> None:
         ("--trainer.strategy.num_chunks=0", 1, "'num_chunks' to be between 1"),
         ("--model.net=own_net.Missing", 2, "own_net.Missing"),
         ("--config=nowhere.yaml", 2, "nowhere.yaml"),
-        ("--trainer.strategy.partition=best", 2, "'metis', 'random'"),
+        ("--trainer.strategy.partition=best", 2, "'metis', 'kaminpar'"),
         ("--trainer.strategy.history_dtype=int8", 2, "'bfloat16'"),
         ("--trainer.strategy.chunks=8", 2, "'chunks'"),
         ("--chunks=8", 2, "--chunks"),

@@ -29,7 +29,7 @@ def test_defaults_are_those_of_the_strategy() -> None:
     [
         ({"num_chunks": 0}, r"'num_chunks' to be between 1 and the number of nodes.*got 0"),
         ({"num_stages": -1}, "'num_stages' to be between 1"),
-        ({"partition": "meetis"}, "'partition' to be one of metis, random, contiguous"),
+        ({"partition": "meetis"}, "'partition' to be one of metis, kaminpar, random, contiguous"),
         ({"balance": "fair"}, "'balance' to be one of"),
         ({"start_method": "spawn"}, "'start_method' to be one of.*Leave 'start_method' out"),
         ({"history_dtype": torch.int64}, "'history_dtype' to be a floating-point dtype"),

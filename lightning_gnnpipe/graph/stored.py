@@ -125,8 +125,8 @@ def _open_array(folder: Path, name: str, about: Mapping[str, Any]) -> Tensor:
 
 def _read_plan(bounds: Any, edge_index: Tensor, edges: Tensor, halos: Tensor) -> ChunkPlan:
     """Return the plan; `bounds`: what `_BOUNDS` names, by chunk."""
-    halo = halos.split([sum(one["halo_counts"]) for one in bounds])
-    local = edges.split([2 * (one["edge_end"] - one["edge_start"]) for one in bounds])
+    halo = torch.split(halos, [sum(one["halo_counts"]) for one in bounds])
+    local = torch.split(edges, [2 * (one["edge_end"] - one["edge_start"]) for one in bounds])
     chunks = list[Chunk]()
     for own, positions, ends in zip(bounds, halo, local, strict=True):
         own = {name: tuple(one) if isinstance(one, list) else one for name, one in own.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
 from typing import get_args
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.graph import edge_cut_frac, measure_split, partition_nodes, shard_plan
 from lightning_gnnpipe.graph.partition import _metis, _symmetrize, rebalance, remote_reads
 from lightning_gnnpipe.types import PartitionMethod
@@ -22,7 +25,12 @@ from tests.graph.strategies import (
     power_law,
 )
 
-METHODS: tuple[PartitionMethod, ...] = get_args(PartitionMethod)
+METHODS = [
+    pytest.param(name, marks=pytest.mark.skipif(not find_spec("kaminpar"), reason="not installed"))
+    if name == "kaminpar"
+    else name
+    for name in get_args(PartitionMethod)
+]
 NO_LINKS = torch.empty(2, 0, dtype=torch.int64)
 
 
@@ -39,7 +47,7 @@ def test_no_chunk_is_empty(
     assert sorted(set(parts.tolist())) == list(range(num_chunks))
 
 
-@pytest.mark.parametrize("method", ["metis", "random"])
+@pytest.mark.parametrize("method", METHODS[:3])
 @pytest.mark.parametrize("num_chunks", [2, 8, 16, 32])
 def test_chunks_of_a_power_law_graph_weigh_at_most_5_percent_over_the_mean(
     method: PartitionMethod, num_chunks: int
@@ -181,3 +189,9 @@ def test_the_sizes_of_pieces_are_those_of_the_shards_plans(
             readers = sum(peer.send.numel() > 0 for peer in chunk.peers)
             read = sum(peer.receive.numel() > 0 for peer in chunk.peers)
             assert sizes.peers[own] == max(readers, read)
+
+
+def test_a_missing_partitioner_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kaminpar", None)
+    with pytest.raises(ConfigError, match=r"'kaminpar' .*pip install kaminpar"):
+        partition_nodes(DRAWN_EDGES, 5, num_chunks=2, method="kaminpar")
