@@ -323,15 +323,19 @@ class RunOptions:
         is_whole = self.num_stages == 1 and not is_asked and self.chosen is None
         return 1 if is_whole else self.num_chunks
 
-    @property
-    def measures_chunks(self) -> bool:
-        """Whether measured costs choose K.
+    def measures(self, num_layers: int) -> bool:
+        """Whether layers are timed, to balance stages."""
+        return self.given.balance == "measured" and 1 < self.num_stages < num_layers
+
+    def measures_chunks(self, num_layers: int) -> bool:
+        """Whether measured costs choose K of a graph.
 
         Not in deterministic runs, since costs vary; nor with `recompute`, which saves memory that
         few chunks would use.
         """
         is_free = self.given.has_free_chunks and self.chosen is None and not self.given.recompute
-        return is_free and not torch.are_deterministic_algorithms_enabled()
+        is_fixed = torch.are_deterministic_algorithms_enabled()
+        return is_free and not is_fixed and self.measures(num_layers)
 
     def count_chunks(self, num_nodes: int) -> int:
         """Return K for a graph; raise ConfigError if it is out of range or not the partition's."""

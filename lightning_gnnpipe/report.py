@@ -1,4 +1,4 @@
-"""What is shown of a module in stages: their table, and the bytes and seconds of a step."""
+"""What is said of a module in stages: their layers, and the bytes and seconds of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_gnnpipe.calls import Kind
 from lightning_gnnpipe.codecs import Codecs
 from lightning_gnnpipe.layers import find_convs
-from lightning_gnnpipe.stages import Layers, Segment, Stage, ids_in_stages, line_of_node, strip_root
+from lightning_gnnpipe.stages import Layers, Segment, Stage, ids_in_stages
 from lightning_gnnpipe.types import Weights
 
 _MIB = 2**20
@@ -99,37 +99,15 @@ class LayerNames:
         names = [self._convs[id(m)] for m in segment.module.modules() if id(m) in self._convs]
         return ", ".join(dict.fromkeys(names)) or f"layer {segment.index}"
 
-    @staticmethod
-    def of_repeated(part: Segment) -> tuple[str, ...]:
-        """Return the names of modules with weights in a recomputed part, else its source lines."""
-        names = [strip_root(name) for name, _ in part.module.named_parameters()]
-        owners = dict.fromkeys(name.rpartition(".")[0] or name for name in names)
-        lines = (line_of_node(end).partition(",")[0] for end in part.ends.values())
-        return tuple(owners) or tuple(dict.fromkeys(lines))
 
-
-def stage_table(split: Split, root: nn.Module, costs: Sequence[float]) -> str:
-    """Return a table of the stages, and of what else `root` has parameters for.
-
-    A parameter of several stages counts on the first. `costs`: seconds by stage; empty if not
-    measured.
-    """
-    sizes = {name: p.numel() for name, p in split.module.named_parameters()}
-    names, rest = LayerNames(split.module), sum(p.numel() for p in root.parameters())
-    rows = [("stage", "layers", "parameters", "cost [ms]")]
-    for number, stage in enumerate(split.stages):
-        again = [name for part in stage.repeated for name in names.of_repeated(part)]
-        layers = shorten([names.of(segment) for segment in stage.segments])
-        own = sum(n for name, n in sizes.items() if min(split.users.get(name, {-1})) == number)
-        cells = ", ".join([*(f"{name} (repeated)" for name in again), layers])
-        cost = f"{costs[number] * 1e3:,.1f}" if costs else ""
-        rows.append((str(number), cells, f"{own:,}", cost))
-        rest -= own
-    if rest:
-        rows.append(("all", "outside the pipelined module", f"{rest:,}", ""))
-    num_layers, num_stages = len(split.layers.segments), len(split.stages)
-    title = f"Pipeline: {num_layers} layers in {num_stages} stage{'s' if num_stages > 1 else ''}"
-    return "\n".join([title, *align(rows if costs else [row[:-1] for row in rows], left=1)])
+def describe_split(split: Split, num_chunks: int, *, has_graphs: bool = False) -> str:
+    """Return one sentence: stages, the layers of each, shards, chunks."""
+    num_stages, piece = len(split.stages), "micro-batch" if has_graphs else "chunk"
+    counts = " + ".join(str(len(stage.segments)) for stage in split.stages)
+    shards = f", {split.num_shards} shards" if split.num_shards > 1 else ""
+    end = "" if num_chunks == 1 else "es" if has_graphs else "s"
+    stages = f"{num_stages} stage{'s' if num_stages > 1 else ''} of {counts} layers{shards}"
+    return f"Pipeline: {stages}, {num_chunks} {piece}{end}."
 
 
 def shorten(names: Sequence[str]) -> str:
@@ -156,14 +134,8 @@ def compare_weights(sent: Mapping[Weights, int]) -> str:
     )
 
 
-def compare_times(times: Mapping[int, float], num_shards: int, alone_s: float) -> str:
-    """Return seconds of computing a step, and of one device with one chunk, `alone_s`.
-
-    `times`: seconds of all shards together by number of chunks, K first.
-    """
+def compare_times(times: Mapping[int, float], num_shards: int) -> str:
+    """Return seconds of computing a step; `times`: of all shards together by chunks, K first."""
     own, *more = [f"{seconds / num_shards:.3f} s in {n}" for n, seconds in times.items()]
     compared = f" ({', '.join(more)})" if more else ""
-    return (
-        f"Computing a step takes about {own} chunks{compared}, and "
-        f"{alone_s:.3f} s on one device with one chunk."
-    )
+    return f"Computing a step takes about {own} chunks{compared}."

@@ -16,6 +16,7 @@ from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe.chunks import LayerCost, StepCosts
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, UnsupportedError
 from lightning_gnnpipe.models import GCNII, NodeClassifier
 from lightning_gnnpipe.planning import PipelinePlan
@@ -137,9 +138,8 @@ def test_times_add_up() -> None:
     assert slow.layout.step_s > slow.layout.step_bytes / 3 / (1e-4 * 1e9 / 8) / 2
     assert slow.best.sizes == (1, 1, 1)
     assert any(line.startswith("Fastest: ") for line in slow.advice)
-    assert any(line.startswith("A chunk takes only ") for line in slow.advice)  # of a small graph
-    whole = plan_of(module, num_chunks=1, num_stages=3)
-    assert not any("A chunk takes" in line for line in whole.advice)
+    assert any(line.startswith("Computing a step takes about ") for line in slow.advice)
+    assert tuple(slow.chunk_times) == (4, 3, 6, 12, 24, 48)
     assert all(torch.equal(p, before[name]) for name, p in module.state_dict().items())
     assert "forward" not in module.net.__dict__
 
@@ -334,10 +334,60 @@ def test_bad_input_is_refused(change: Any, options: Any, text: str) -> None:
         plan_of(None, make_data().update(change), **options)
 
 
-@pytest.mark.parametrize("kind", [FullGraphDataModule, lambda data: DataLoader([data])])
+@pytest.mark.parametrize("kind", [FullGraphDataModule, lambda data: DataLoader([data]), list])
 def test_data_modules_and_loaders_serve_as_well(kind: Any) -> None:
-    plan = plan_of(None, kind(make_data()), num_chunks="auto")
-    assert len(plan.chunk_rows) == 8 and len(plan.layout.stages) == 2
+    """Lightning takes a list of batches as a loader."""
+    data = make_data()
+    plan = plan_of(None, [data] if kind is list else kind(data))
+    assert len(plan.chunk_rows) == 4 and len(plan.layout.stages) == 2
+
+
+@pytest.mark.parametrize(("share", "chosen"), [(0.01, 8), (1 / 8, 2), (0.0, 16)])
+def test_plan_and_fit_choose_the_same_number_of_chunks(
+    share: float,
+    chosen: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Of 2 stages, where each chunk adds a `share` of what a layer takes in 8 chunks."""
+
+    def with_overhead(self: StepCosts, other: StepCosts) -> StepCosts:
+        cost = LayerCost(0.1, 0.1, 8, chunk_s=0.2 * share)
+        return StepCosts((cost,) * len(self.layers), {}, 8)
+
+    monkeypatch.setattr(StepCosts, "with_overhead", with_overhead)
+    data, module = make_data(), make_module(gnn.GCN(NUM_FEATURES, WIDTH, 6, NUM_CLASSES))
+    plan = plan_of(module, data, num_chunks="auto", num_stages=2)
+    sizes = [one.sizes for one in plan.layouts]
+    assert plan.layout.num_chunks == len(plan.chunk_rows) == chosen
+    assert sizes == [(1, 1, 1), (1, 2, 1), (2, 1, chosen)]
+    options = {"balance": "measured", "num_chunks": "auto"}
+    trainer = make_trainer(2, 8, max_epochs=1, strategy=options, enable_model_summary=True)
+    trainer.fit(module, FullGraphDataModule(data))
+    assert f"Pipeline: 2 stages of 3 + 3 layers, {chosen} chunks." in capfd.readouterr().out
+    assert plan_of(module, data, num_chunks="auto", num_stages=1).layout.num_chunks == 1
+    uniform = plan_of(module, data, num_chunks="auto", balance="uniform", num_stages=2)
+    assert uniform.layout.num_chunks == 8  # as in training, where nothing is measured
+
+
+def test_what_is_set_is_not_advised() -> None:
+    tight = {"memory_gib": 1e-6, "num_stages": 2}
+    none = plan_of(**tight)
+    both = plan_of(recompute=True, history_dtype="bfloat16", weights="staged", **tight)
+    assert "try recompute or history_dtype or more devices." in str(none)
+    assert "try more devices." in str(both)
+    assert "weights='staged'" in str(none) and "weights=" not in str(both)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_row_of_one_device_has_its_memory(recompute: bool) -> None:
+    """With one chunk all activations exist at once, also when they are computed again."""
+    plan = plan_of(recompute=recompute, num_stages=2, balance="uniform")
+    saved = sum(cost.saved_bytes for cost in plan.layer_costs)
+    weights = 4 * 4 * sum(p.numel() for p in make_module().parameters())
+    assert plan.layouts[0].memory_bytes >= saved + weights
+    [row] = [line for line in str(plan).splitlines() if "one device, 1 chunk" in line]
+    assert float(row.split()[-1]) > 0
 
 
 def test_a_training_step_that_needs_a_trainer_is_refused() -> None:

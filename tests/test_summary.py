@@ -1,46 +1,118 @@
-"""What is told about the model at the start: Lightning's summary, and the table of stages."""
+"""What is said at the start of a fit: one line, and warnings where stages do not pay."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
+from torch_geometric import nn as gnn
 
-from lightning_gnnpipe.models import GCNII, NodeClassifier
-from tests.helpers.observed import NUM_CLASSES, NUM_FEATURES, fit, make_module
-
-
-def rows_of(text: str) -> tuple[list[str], int]:
-    """Return the layers of each row of the table, and the sum of their parameters."""
-    rows = [re.split("  +", line.strip()) for line in text.splitlines() if "convs." in line]
-    return [row[1] for row in rows], sum(int(row[2].replace(",", "")) for row in rows)
+from lightning_gnnpipe.chunks import LayerCost, StepCosts
+from lightning_gnnpipe.trainer import engine_host
+from tests.helpers.batches import draw_batch
+from tests.helpers.observed import NUM_CLASSES, NUM_FEATURES, WIDTH, fit, make_trainer
 
 
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("bars", [[], [TQDMProgressBar()]])
-def test_the_stages_are_shown_once_with_the_summary(
+def test_one_line_says_the_layout(
     num_stages: int, bars: list[L.Callback], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    options = {"enable_model_summary": True, "enable_progress_bar": bool(bars)}
-    fit(num_stages, *bars, **options)
+    fit(num_stages, *bars, enable_model_summary=True, enable_progress_bar=bool(bars))
     shown = capfd.readouterr().out
-    assert shown.count(f"Pipeline: 4 layers in {num_stages} stage") == 1
-    one, two = ["convs.0 .. convs.3 (4)"], ["convs.0 .. convs.1 (2)", "convs.2 .. convs.3 (2)"]
-    total = sum(p.numel() for p in make_module().parameters())
-    assert rows_of(shown) == (one if num_stages == 1 else two, total)
+    stages = "1 stage of 4" if num_stages == 1 else "2 stages of 2 + 2"
+    assert shown.count(f"Pipeline: {stages} layers, 4 chunks.") == shown.count("Pipeline: ") == 1
+    assert "Expected" not in shown  # with balance="uniform" nothing is measured
 
 
-def test_what_a_stage_computes_again_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    module = NodeClassifier(GCNII(NUM_FEATURES, 8, NUM_CLASSES, num_layers=3), NUM_CLASSES)
-    fit(2, module=module, enable_model_summary=True)
-    names = ["convs.0", "lin_in (repeated), convs.1 .. convs.2 (2)"]
-    shown = capfd.readouterr().out
-    assert rows_of(shown) == (names, sum(p.numel() for p in module.parameters()))
-
-
-def test_the_stages_are_not_shown_without_the_summary(capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_said_without_the_summary(capfd: pytest.CaptureFixture[str]) -> None:
     fit(2)
     assert "Pipeline:" not in capfd.readouterr().out
+
+
+def measuring(monkeypatch: pytest.MonkeyPatch, seconds: list[float], chunk_s: float) -> None:
+    """Let layers take `seconds` in 4 chunks, and each one more chunk `chunk_s`."""
+
+    def with_overhead(self: StepCosts, other: StepCosts) -> StepCosts:
+        costs = (LayerCost(one, 0.0, 0, pushed=(WIDTH,), chunk_s=chunk_s) for one in seconds)
+        return StepCosts(tuple(costs), {}, 4)
+
+    monkeypatch.setattr(StepCosts, "with_overhead", with_overhead)
+    monkeypatch.setattr(engine_host.log, "warning", lambda text, *args: print(text % args))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chunk_s", "told", "warned"),
+    [  # 2 stages take (4 + 1) / 4 of the slower one, and 3 messages
+        (
+            [6e-3] * 4,
+            0.0,
+            r"0\.019 s in these stages, 0\.024 s on one device with one chunk, 0\.02\d s by",
+            "",
+        ),
+        (
+            [1.0] * 4,
+            0.2,
+            r"2\.50\d s in these stages, 1\.600 s on one device",
+            "are not the fastest",
+        ),
+        (
+            [9.0, 1.0, 1.0, 1.0],
+            0.0,
+            r"11\.25\d s in these stages, 12\.000 s on",
+            "wait for 'convs.0'",
+        ),
+    ],
+)
+def test_what_a_step_takes_is_said_beside_other_layouts(
+    seconds: list[float],
+    chunk_s: float,
+    told: str,
+    warned: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    measuring(monkeypatch, seconds, chunk_s)
+    options = {"balance": "measured"}
+    fit(2, strategy=options, enable_model_summary=True, max_epochs=1)
+    shown = capfd.readouterr().out
+    [line] = [one for one in shown.splitlines() if "Pipeline: " in one]
+    assert re.search(told, line), line
+    assert warned in shown and ("The stages" in shown) == bool(warned)
+    assert ("75 % of a step's cost" in shown) == ("wait" in warned)
+    assert ("strategy=GNNPipeStrategy(num_chunks=1" in shown) == bool(warned)
+
+
+class OfGraphs(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = gnn.models.GCN(NUM_FEATURES, WIDTH, 4, NUM_CLASSES).double()
+
+    def training_step(self, data: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(data.x, data.edge_index, batch=data.batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_micro_batches_that_cost_more_than_they_save_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    measuring(monkeypatch, [0.4] * 4, 0.1)
+    trainer = make_trainer(
+        2, 4, max_epochs=1, strategy={"balance": "measured"}, enable_model_summary=True
+    )
+    trainer.fit(OfGraphs(), [draw_batch((4, 7, 5, 9, 5, 6, 3, 8))])
+    shown = capfd.readouterr().out
+    assert re.search(
+        r"Pipeline: 2 stages of 2 \+ 2 layers, 4 micro-batches\. "
+        r"Expected for a step: 1\.00\d s in these stages, 0\.400 s on one device with one chunk\.",
+        shown,
+    )
+    assert "Trainer(devices=1, strategy=GNNPipeStrategy(num_chunks=1))" in shown

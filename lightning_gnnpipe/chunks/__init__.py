@@ -4,7 +4,7 @@ from lightning_gnnpipe.chunks.captured import CapturedChunks, SeedOf, can_captur
 from lightning_gnnpipe.chunks.costs import (
     LayerCost,
     StepCosts,
-    measure_layers,
+    measure_costs,
     now,
 )
 from lightning_gnnpipe.chunks.inputs import BatchInputs, PassInputs, PlannedInputs

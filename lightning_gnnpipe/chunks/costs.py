@@ -7,7 +7,7 @@ that it has to itself: the model's histories never exist together.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from lightning_gnnpipe.calls import Call, Inputs
 from lightning_gnnpipe.chunks.inputs import BatchInputs, PlannedInputs
 from lightning_gnnpipe.chunks.step import run_segments
-from lightning_gnnpipe.graph import BatchPlan, Chunk, ChunkPlan
+from lightning_gnnpipe.graph import (
+    BatchPlan,
+    Chunk,
+    ChunkPlan,
+    check_graph,
+    partition_nodes,
+    plan_from_assignment,
+    plan_micro_batches,
+)
 from lightning_gnnpipe.layers import NativeContext, find_layers, intercept
 from lightning_gnnpipe.passing import MessageContext
 from lightning_gnnpipe.stages import (
@@ -90,28 +98,35 @@ class StepCosts:
         costs = [cost.compute_s for cost in self.layers]
         return solve_balance(costs, num_stages, repeat_costs(layers, repeated, again))
 
-    def with_overhead(self, finer: StepCosts) -> StepCosts:
-        """Return the costs with `chunk_s`, by comparison with `finer`, measured in more chunks.
+    def with_overhead(self, other: StepCosts) -> StepCosts:
+        """Return the costs with `chunk_s`, by comparison with costs in another number of chunks.
 
         A layer takes `a K + b` seconds in K chunks, and neither a nor b is negative.
         """
 
-        def compare(one: LayerCost, other: LayerCost) -> LayerCost:
-            chunk_s = (other.compute_s - one.compute_s) / (finer.num_chunks - self.num_chunks)
+        def compare(one: LayerCost, its: LayerCost) -> LayerCost:
+            chunk_s = (its.compute_s - one.compute_s) / (other.num_chunks - self.num_chunks)
             return replace(one, chunk_s=min(max(chunk_s, 0.0), one.compute_s / self.num_chunks))
 
-        layers = tuple(map(compare, self.layers, finer.layers))
-        repeats = {name: compare(one, finer.repeats[name]) for name, one in self.repeats.items()}
+        layers = tuple(map(compare, self.layers, other.layers))
+        repeats = {name: compare(one, other.repeats[name]) for name, one in self.repeats.items()}
         return replace(self, layers=layers, repeats=repeats)
 
-    def compute_s(self, costs: Iterable[LayerCost], num_chunks: int) -> float:
-        """Return the seconds of computing layers of these `costs` in `num_chunks` chunks."""
+    def at(self, num_chunks: int) -> StepCosts:
+        """Return the costs in `num_chunks` chunks."""
         more = num_chunks - self.num_chunks
-        return sum(one.compute_s + more * one.chunk_s for one in costs)
+
+        def scale(one: LayerCost) -> LayerCost:
+            by = 1 + more * one.chunk_s / max(one.compute_s, 1e-12)
+            return replace(one, forward_s=by * one.forward_s, backward_s=by * one.backward_s)
+
+        repeats = {name: scale(one) for name, one in self.repeats.items()}
+        return StepCosts(tuple(map(scale, self.layers)), repeats, num_chunks)
 
     def step_s(self, stages: Sequence[Stage], num_chunks: int) -> float:
         """Return the seconds of computing a step on `stages` in `num_chunks` chunks."""
-        slowest_s = max(self.compute_s(self.of(stage), num_chunks) for stage in stages)
+        costs = self.at(num_chunks)
+        slowest_s = max(sum(one.compute_s for one in costs.of(stage)) for stage in stages)
         return slowest_s * (num_chunks + len(stages) - 1) / num_chunks
 
     def times(self, stages: Sequence[Stage], num_nodes: int) -> dict[int, float]:
@@ -131,6 +146,45 @@ class StepCosts:
 
 _MOST_RUNS = 5
 _LONGEST_S = 1.0  # for repeated runs of all layers
+_LARGE_WORK = 2**20  # nodes and edges of a chunk that is as fast, for each of them, as any larger
+
+
+def measure_costs(
+    module: nn.Module,
+    layers: Layers,
+    cut: ChunkPlan | BatchPlan | int,
+    call: Call,
+    inputs: Inputs,
+    histories: HistoryOptions,
+) -> StepCosts:
+    """Time layers in the chunks of `cut` and in one, or in about `cut` chunks and 4 times as many.
+
+    In large chunks one more adds no time.
+    """
+    plan: ChunkPlan | BatchPlan
+    other: ChunkPlan | BatchPlan
+    if isinstance(cut, int):
+        plan, other = (_cut(inputs, min(n, inputs.num_nodes)) for n in (cut, 4 * cut))
+    elif isinstance(cut, BatchPlan):
+        assert inputs.graphs is not None
+        plan, other = cut, plan_micro_batches(inputs.graphs.work(), inputs.graphs.sizes, 1)
+    else:
+        plan = cut
+        is_large = plan.num_nodes + plan.num_edges > plan.num_chunks * _LARGE_WORK
+        other = plan if is_large else plan.whole
+    found = measure_layers(module, layers, plan, call, inputs, histories)
+    if other.num_chunks == plan.num_chunks:
+        return found
+    return found.with_overhead(measure_layers(module, layers, other, call, inputs, histories))
+
+
+def _cut(inputs: Inputs, num_chunks: int) -> ChunkPlan:
+    """Return a plan that takes no METIS."""
+    edge_index, num_nodes = inputs.edge_index.cpu(), inputs.num_nodes
+    check_graph(edge_index, num_nodes)
+    chunks = partition_nodes(edge_index, num_nodes, num_chunks=num_chunks, method="contiguous")
+    plan = plan_from_assignment(edge_index, num_nodes, chunks)
+    return plan.with_edge_sets(inputs.edge_sizes).to(inputs.edge_index.device)
 
 
 def measure_layers(

@@ -258,6 +258,8 @@ class PipelineEngine:
             return self._train_on_graph(mode, call, inputs, key, agreed, is_resumed=is_resumed)
         is_exact = self.controls.is_exact
         spec = self._passes.over_batch(mode, call, inputs, is_exact=is_exact, is_training=True)
+        if self.model.on_split is not None:
+            self.model.tell_split(mode, inputs, spec.plan)
         return self._run(spec, None, call, mode, is_exact=spec.codecs.is_exact)
 
     def _train_on_graph(
@@ -274,6 +276,8 @@ class PipelineEngine:
         is_exact = self.controls.is_exact
         key = key.reading(mode.layers.read_leaves(), mode.options, agreed.input)
         own = self.graphs.for_training(key, inputs, agreed.num_bytes)
+        if self.model.on_split is not None:
+            self.model.tell_split(mode, inputs, own.graph.plan)
         if not own.filled:
             self._checks.chunks(own.graph)
         needs_no_history = self._passes.needs_no_history(own.graph)

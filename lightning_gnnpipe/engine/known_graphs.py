@@ -199,19 +199,12 @@ class GraphCache:
         """Whether training may use several chunks or shards for this graph."""
         return self._options.count_chunks(inputs.num_nodes) * self._transport.mesh.num_shards > 1
 
-    def plan_to_measure(
-        self, fingerprint: int, inputs: Inputs, num_chunks: int | None = None
-    ) -> ChunkPlan:
-        """Return a plan with as many chunks as in training, or `num_chunks`, without METIS."""
-        cut, num_nodes = self._graphs.get((fingerprint, True)), inputs.num_nodes
-        if cut is not None and cut.plan.shard is None and num_chunks is None:
+    def cut_to_measure(self, fingerprint: int, inputs: Inputs) -> ChunkPlan | int:
+        """Return the plan of the whole graph if it is known, else its number of chunks."""
+        cut = self._graphs.get((fingerprint, True))
+        if cut is not None and cut.plan.shard is None:
             return cut.plan
-        num_chunks = num_chunks or self._options.count_chunks(num_nodes)
-        edge_index = inputs.edge_index.cpu()
-        check_graph(edge_index, num_nodes)
-        chunks = partition_nodes(edge_index, num_nodes, num_chunks=num_chunks, method="contiguous")
-        plan = plan_from_assignment(edge_index, num_nodes, chunks)
-        return plan.with_edge_sets(inputs.edge_sizes).to(self._transport.world.device)
+        return self._options.count_chunks(inputs.num_nodes)
 
     def _get(self, fingerprint: int, inputs: Inputs, *, is_cut: bool) -> PlannedGraph:
         key = fingerprint, is_cut

@@ -26,7 +26,7 @@ from lightning_gnnpipe.chunks import (
     Step,
     StepCosts,
     can_capture,
-    measure_layers,
+    measure_costs,
     own_random_stream,
 )
 from lightning_gnnpipe.codecs import get_codecs
@@ -73,18 +73,13 @@ class Passes:
         """Return the stages for these arguments, traced if new; `key`: None for several graphs."""
 
         def measure(layers: Layers) -> StepCosts:
-            module, histories = self._model.module, self._graphs.histories
-
-            def on(plan: ChunkPlan | BatchPlan) -> StepCosts:
-                return measure_layers(module, layers, plan, call, inputs, histories)
-
+            cut: ChunkPlan | BatchPlan | int
             if key is None:
-                return on(self._plan_batch(inputs))
-            found = on(self._graphs.plan_to_measure(key.graph, inputs))
-            most = min(4 * found.num_chunks, inputs.num_nodes)
-            if not self._options.measures_chunks or most == found.num_chunks:
-                return found
-            return found.with_overhead(on(self._graphs.plan_to_measure(key.graph, inputs, most)))
+                cut = self._plan_batch(inputs)
+            else:
+                cut = self._graphs.cut_to_measure(key.graph, inputs)
+            module, histories = self._model.module, self._graphs.histories
+            return measure_costs(module, layers, cut, call, inputs, histories)
 
         return self._model.mode(call, inputs, measure, also_train=self._options.is_fitting)
 

@@ -1,15 +1,18 @@
 """Forecasts of layouts: costs measured in one process, steps by closed forms."""
 
 from lightning_gnnpipe.planning.closed_forms import LayoutWork, Link, factorize, time_layout
+from lightning_gnnpipe.planning.forecast import expect_steps
 from lightning_gnnpipe.planning.from_module import plan_pipeline
-from lightning_gnnpipe.planning.pipeline_plan import LayoutForecast, PipelinePlan
+from lightning_gnnpipe.planning.pipeline_plan import LayoutForecast, PipelinePlan, write_layout
 
 __all__ = [
     "LayoutForecast",
     "LayoutWork",
     "Link",
     "PipelinePlan",
+    "expect_steps",
     "factorize",
     "plan_pipeline",
     "time_layout",
+    "write_layout",
 ]

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 # Seconds of a message by gloo between two processes of a machine with two cores, while both
 # compute: the median in `examples/benchmarks/prediction`.
 MESSAGE_S = 1.4e-3
+LINK_GBIT_PER_S = 10.0  # typical between machines
+GLOO_GBIT_PER_S = 1.0  # that exchanges reach within a machine, in `examples/benchmarks/scale`
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,20 +8,17 @@ link speed, memory         |
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind
-from lightning_gnnpipe.chunks import (
-    LayerCost,
-    StepCosts,
-    measure_layers,
-)
+from lightning_gnnpipe.chunks import LayerCost, StepCosts, measure_costs
 from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.graph import (
+    BatchPlan,
     ChunkPlan,
     SplitSizes,
     check_graph,
@@ -34,8 +31,10 @@ from lightning_gnnpipe.graph import (
 )
 from lightning_gnnpipe.layers import check_support, find_convs, find_layers, without_memory
 from lightning_gnnpipe.methods import raising_own_errors
-from lightning_gnnpipe.options import StrategyOptions
+from lightning_gnnpipe.options import RunOptions, StrategyOptions
 from lightning_gnnpipe.planning.closed_forms import (
+    GLOO_GBIT_PER_S,
+    LINK_GBIT_PER_S,
     LayoutWork,
     Link,
     factorize,
@@ -62,9 +61,10 @@ from lightning_gnnpipe.stages import (
     split_layers,
 )
 from lightning_gnnpipe.steps import stages_of_norms
+from lightning_gnnpipe.types import Partition
 
-_LARGE_WORK = 2**20  # nodes and edges of a chunk that is as fast, for each of them, as any larger
 _MANY_ROWS = 2**10  # enough to neglect the fixed bytes of a message
+_SAVERS = ("recompute", "history_dtype")  # options that save memory
 _TRAINED = 4  # a weight, its gradient, two optimizer states
 
 
@@ -73,7 +73,8 @@ class Target:
     """What is forecast: a `call` of `module`, a part of the LightningModule `root`.
 
     Attributes:
-        options: Of the strategy; its layout and number of chunks are ignored.
+        options: Of the strategy; its layout is ignored.
+        num_chunks: Chunks, or with "auto" those that layers are measured in.
         link: Of each rank.
         memory_gib: Memory of a rank; None for no limit.
     """
@@ -86,6 +87,20 @@ class Target:
     num_chunks: int
     link: Link
     memory_gib: float | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cut:
+    """The graph in chunks: the chunk of each node, the edges that training reads, the plan."""
+
+    assignment: Tensor
+    edge_index: Tensor
+    plan: ChunkPlan
+
+    def num_rows(self, kind: Kind, edge_set: int) -> int:
+        """Return the number of nodes, or of edges in one edge set that training reads."""
+        plan = self.plan
+        return plan.num_nodes if kind is Kind.NODE else plan.edge_set(edge_set).num_edges
 
 
 class Forecaster:
@@ -104,61 +119,81 @@ class Forecaster:
             check_num_stages(num_layers, num_stages)
             if not isinstance(balance, str):
                 check_counts(balance, num_layers, num_stages)
-        self._assignment = assignment = partition_nodes(
-            edge_index, inputs.num_nodes, num_chunks=num_chunks, method=self._options.partition
+        self._cuts: dict[int, _Cut] = {}
+        cut: ChunkPlan | int = num_chunks
+        if not self._options.has_free_chunks:
+            cut = self._cut(num_chunks).plan
+        histories = self._options.histories.seen_from(inputs.edge_index.device)
+        self._costs = measure_costs(
+            target.module, self._layers, cut, target.call, inputs, histories
         )
-        kept = None
-        if self._options.cross_chunk_edges == "drop":
-            kept = edges_within(edge_index, assignment)
-        self._kept_edges = edge_index if kept is None else edge_index[:, kept]
-        self._chunks, self._costs = self._measure(assignment, kept)
-        self._whole_costs = self._costs  # of a step in one chunk
-        num_large = -(-(inputs.num_nodes + edge_index.size(1)) // _LARGE_WORK)
-        if num_large < num_chunks:
-            self._whole_costs = self._measure(assignment * num_large // num_chunks, None)[1]
         # Of the batch, and of the outputs of all nodes with their gradient.
         self._given_bytes = _bytes_of(target.call.leaves) + 2 * self._split(1, 1).output_bytes
 
-    def _measure(self, assignment: Tensor, kept: Tensor | None) -> tuple[ChunkPlan, StepCosts]:
-        inputs, module = self._target.inputs, self._module
-        plan = plan_from_assignment(self._edge_index, inputs.num_nodes, assignment, kept=kept)
-        plan = plan.with_edge_sets(inputs.edge_sizes).to(inputs.edge_index.device)
-        histories = self._options.histories.seen_from(plan.perm.device)
-        call = self._target.call
-        return plan, measure_layers(module, self._layers, plan, call, inputs, histories)
+    def _cut(self, num_chunks: int) -> _Cut:
+        """Return the graph in so many chunks, cut as in training."""
+        if num_chunks not in self._cuts:
+            edges, inputs, kept = self._edge_index, self._target.inputs, None
+            method: Partition = self._options.partition if num_chunks > 1 else "contiguous"
+            assignment = partition_nodes(
+                edges, inputs.num_nodes, num_chunks=num_chunks, method=method
+            )
+            if self._options.cross_chunk_edges == "drop" and num_chunks > 1:
+                kept = edges_within(edges, assignment)
+            plan = plan_from_assignment(edges, inputs.num_nodes, assignment, kept=kept)
+            plan = plan.with_edge_sets(inputs.edge_sizes).to(inputs.edge_index.device)
+            edges = edges if kept is None else edges[:, kept]
+            self._cuts[num_chunks] = _Cut(assignment, edges, plan)
+        return self._cuts[num_chunks]
+
+    def _count_chunks(self, num_stages: int, num_shards: int) -> int:
+        """Return the number of chunks that training takes."""
+        run, num_nodes = RunOptions(self._options, num_stages), self._target.inputs.num_nodes
+        if not run.measures_chunks(len(self._layers.segments)):
+            return run.count_chunks(num_nodes)
+        stages = self._split(num_stages, num_shards).stages
+        return self._costs.choose_num_chunks(stages, num_nodes)
 
     def plan(self, num_devices: int) -> PipelinePlan:
         """Return forecasts of all layouts of the devices, and the one asked for, or the best."""
-        sizes = self._layouts(num_devices)
+        sizes, inputs = self._layouts(num_devices), self._target.inputs
         layouts = tuple(self.forecast(*one) for one in sizes)
-        chosen = choose_layout(layouts)
+        chosen, options, num_nodes = choose_layout(layouts), self._options, inputs.num_nodes
         if self._asked is not None:
-            chosen = layouts[sizes.index((*self._asked, self._target.num_chunks))]
-        chunks = self._chunks
+            chosen = layouts[sizes.index((*self._asked, self._count_chunks(*self._asked)))]
+        cut, split = self._cut(chosen.num_chunks), self._split(chosen.num_stages, chosen.num_shards)
+        chunks, times = cut.plan, dict[int, float]()
+        if chosen.num_stages > 1:
+            times = self._costs.times(split.stages, num_nodes)
+            times = {chosen.num_chunks: self._costs.step_s(split.stages, chosen.num_chunks)} | times
         return PipelinePlan(
             layout=chosen,
             layouts=layouts,
-            num_nodes=chunks.num_nodes,
+            num_nodes=num_nodes,
             num_edges=self._edge_index.size(1),
             layer_names=tuple(map(LayerNames(self._module).of, self._layers.segments)),
-            layer_costs=self._costs.layers,
+            layer_costs=self._costs.at(chosen.num_chunks).layers,
             chunk_rows=tuple(chunk.num_nodes for chunk in chunks.chunks),
             chunk_edges=tuple(chunk.num_edges for chunk in chunks.chunks),
             halo_rows=tuple(chunk.num_halo for chunk in chunks.chunks),
-            edge_cut_frac=edge_cut_frac(self._edge_index, self._assignment),
+            edge_cut_frac=edge_cut_frac(self._edge_index, cut.assignment),
             link=self._target.link,
+            chunk_times=times,
+            savers=tuple(one for one in _SAVERS if not getattr(options, one)),
         )
 
     def _layouts(self, num_devices: int) -> list[tuple[int, int, int]]:
         """Return the (stages, shards, chunks) to compare: one device first, and those asked for."""
-        num_layers, num_chunks = len(self._layers.segments), self._target.num_chunks
-        most_shards = self._chunks.num_nodes
+        num_layers, most_shards = len(self._layers.segments), self._target.inputs.num_nodes
         pairs = factorize(num_devices, most_stages=num_layers)
         possible = [pair for pair in pairs if pair[1] <= most_shards]
         possible = [pair for pair in possible if self._has_own_norms(*pair)] or possible
-        found = [(1, 1, 1), *((s, g, 1 if s == 1 else num_chunks) for s, g in possible)]
+        found = [
+            (1, 1, 1),
+            *((s, g, 1 if s == 1 else self._count_chunks(s, g)) for s, g in possible),
+        ]
         if self._asked is not None:
-            found.append((*self._asked, num_chunks))
+            found.append((*self._asked, self._count_chunks(*self._asked)))
         elif not possible:
             raise ConfigError(
                 expected=f"a layout of {num_devices} devices with at least one layer on "
@@ -175,16 +210,22 @@ class Forecaster:
 
     def forecast(self, num_stages: int, num_shards: int, num_chunks: int) -> LayoutForecast:
         """Add up the time, the bytes and the memory of a step in a layout."""
-        target, split = self._target, self._split(num_stages, num_shards)
-        sizes = self._sizes(num_shards, num_chunks)
-        measured = self._whole_costs if num_chunks == 1 else self._costs
+        target, cut = self._target, self._cut(num_chunks)
+        split = replace(self._split(num_stages, num_shards), num_rows=cut.num_rows)
+        shards = torch.zeros_like(cut.assignment)
+        if num_shards > 1:
+            shards = split_chunks(self._edge_index, cut.assignment, num_shards)
+        sizes = measure_split(cut.edge_index, cut.assignment, shards, num_shards)
+        measured = self._costs.at(num_chunks)
         costs = [measured.of(stage) for stage in split.stages]
-        step_s, bubble_frac = time_layout(self._work(split, sizes, costs, num_chunks))
-        more = 2 * int(sizes.received.sum()) * sum(map(self._halo_row_bytes, self._costs.layers))
+        work = _work(split, sizes, measured, self._options, target.link)
+        step_s, bubble_frac = time_layout(work)
+        halo_row_bytes = sum(_halo_row_bytes(one, self._options) for one in measured.layers)
+        more = 2 * int(sizes.received.sum()) * halo_row_bytes
         more += self._input_bytes(split)
         sent = split.step_bytes(target.root, get_codecs(self._options.cut_codec))
         sent = {weights: num_bytes + more for weights, num_bytes in sent.items()}
-        stages = tuple(self._stages(split, sizes, costs, num_chunks))
+        stages = tuple(self._stages(split, sizes, costs, cut.plan))
         memory = max(stage.memory_bytes for stage in stages) + self._given_bytes
         return LayoutForecast(
             stages=stages,
@@ -200,10 +241,9 @@ class Forecaster:
 
     def _split(self, num_stages: int, num_shards: int) -> Split:
         """Return the stages, with layers assigned as in training."""
-        layers, balance = self._layers, self._options.balance
-        num_layers = len(layers.segments)
-        repeat = self._options.repeat_encoder
-        repeated = choose_repeated(layers, repeat, self._num_rows, num_shards)
+        layers, balance, repeat = self._layers, self._options.balance, self._options.repeat_encoder
+        num_layers, num_rows = len(layers.segments), self._target.inputs.num_rows
+        repeated = choose_repeated(layers, repeat, num_rows, num_shards)
         if not isinstance(balance, str) and len(balance) == num_stages:
             counts = check_counts(balance, num_layers, num_stages)
         elif balance == "uniform":
@@ -212,45 +252,30 @@ class Forecaster:
             counts = self._costs.assign_layers(layers, num_stages, repeated)
         stages = split_layers(layers, counts, repeated)
         users = find_users(stages, self._module)
-        return Split(self._module, layers, stages, users, num_shards, self._num_rows)
-
-    def _num_rows(self, kind: Kind, edge_set: int) -> int:
-        """Return the number of nodes, or of edges in one edge set that training reads."""
-        chunks = self._chunks
-        return chunks.num_nodes if kind is Kind.NODE else chunks.edge_set(edge_set).num_edges
-
-    def _sizes(self, num_shards: int, num_chunks: int) -> SplitSizes:
-        """Return the sizes of the pieces of the graph, split as in training."""
-        is_one = num_chunks == 1
-        assignment = torch.zeros_like(self._assignment) if is_one else self._assignment
-        shards = torch.zeros_like(assignment)
-        if num_shards > 1:
-            shards = split_chunks(self._edge_index, assignment, num_shards)
-        edges = self._edge_index if is_one else self._kept_edges
-        return measure_split(edges, assignment, shards, num_shards)
+        return Split(self._module, layers, stages, users, num_shards, num_rows)
 
     def _stages(
         self,
         split: Split,
         sizes: SplitSizes,
         costs: Sequence[Sequence[LayerCost]],
-        num_chunks: int,
+        plan: ChunkPlan,
     ) -> Iterable[StageForecast]:
         """Forecast time and memory of each stage."""
-        num_nodes, is_staged = self._chunks.num_nodes, self._options.weights == "staged"
+        num_nodes, is_staged = plan.num_nodes, self._options.weights == "staged"
         node_frac = float(sizes.nodes.sum(0).max()) / num_nodes
         rows = (sizes.nodes.sum(0) + sizes.received.sum(0)).max()
-        is_disjoint = split.num_shards == 1 and self._chunks.is_disjoint
+        is_disjoint = split.num_shards == 1 and plan.is_disjoint
         has_none = is_disjoint and not find_layers(self._module).sees_all_nodes
-        row_frac = 0.0 if has_none or num_chunks == 1 else float(rows) / num_nodes
+        row_frac = 0.0 if has_none or plan.num_chunks == 1 else float(rows) / num_nodes
         for stage, own in zip(split.stages, costs, strict=True):
             weights = split.weights_of(stage)
             held = weights if is_staged else self._module.parameters()
             activations = sum(cost.saved_bytes for cost in own)
             if self._options.recompute:
                 values = [self._layers.values[name] for name in stage.received]
-                activations = sum(
-                    one.row_bytes * self._num_rows(one.kind, one.edge_set) for one in values
+                activations = activations // plan.num_chunks + sum(  # of one chunk, once again
+                    one.row_bytes * split.num_rows(one.kind, one.edge_set) for one in values
                 )
             yield StageForecast(
                 first_layer=stage.segments[0].index,
@@ -261,43 +286,6 @@ class Forecaster:
                 + round(row_frac * sum(cost.history_bytes for cost in own))
                 + round(node_frac * activations),
             )
-
-    def _work(
-        self,
-        split: Split,
-        sizes: SplitSizes,
-        costs: Sequence[Sequence[LayerCost]],
-        num_chunks: int,
-    ) -> LayoutWork:
-        num_shards, num_others = split.num_shards, len(split.stages) - 1
-        work = sizes.nodes + sizes.edges
-        slowest, busiest = _largest_frac(work), max(map(_largest_frac, (sizes.nodes, sizes.edges)))
-        rows = int(torch.maximum(sizes.sent, sizes.received).amax(1).sum())
-        peers = int(sizes.peers.amax(1).sum())
-        again = self._options.recompute
-        compute_s = [sum(c.compute_s + again * c.forward_s for c in one) for one in costs]
-        codecs = get_codecs(self._options.cut_codec)
-        cuts = [split.cut_bytes(stage, codecs) for stage in split.stages[:-1]]
-        ring = 2 * (num_shards - 1) / num_shards  # all-reduce over the shards
-        copies = 0 if self._options.weights == "staged" else num_others
-        return LayoutWork(
-            num_chunks=num_chunks,
-            compute_s=[slowest * one for one in compute_s],
-            halo_bytes=[2 * rows * sum(map(self._halo_row_bytes, one)) for one in costs],
-            num_messages=[2 * peers * sum(len(cost.pushed) for cost in one) for one in costs],
-            cut_bytes=[busiest * sum(both) for both in cuts],
-            link=self._target.link,
-            weight_bytes=(ring + copies) * max(map(_bytes_of, map(split.weights_of, split.stages))),
-            output_bytes=split.output_bytes,
-            num_rounds=num_rounds(len(split.stages) * num_shards),
-            waits_for_halo=not self._options.async_halo,
-        )
-
-    def _halo_row_bytes(self, cost: LayerCost) -> int:
-        """Return the encoded bytes of a layer's row, mean of both directions; approximate."""
-        codecs, shape = get_codecs(self._options.halo_codec), (_MANY_ROWS, sum(cost.pushed))
-        num_bytes = sum(codec.payload_bytes(shape, torch.float32) for codec in codecs)
-        return num_bytes // (len(codecs) * _MANY_ROWS)
 
     def _input_bytes(self, split: Split) -> int:
         """Return the bytes of gradients of arguments: copies of one stage's, or a sum over all."""
@@ -330,3 +318,78 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 def _largest_frac(counts: Tensor) -> float:
     """Return the share of the largest shard, over all chunks, of `[num_chunks, num_shards]`."""
     return float(counts.amax(1).sum()) / max(int(counts.sum()), 1)
+
+
+def expect_steps(
+    split: Split,
+    costs: StepCosts,
+    inputs: Inputs,
+    options: StrategyOptions,
+    cut: ChunkPlan | BatchPlan,
+) -> dict[tuple[int, int, int], float]:
+    """Return the seconds of a step by stages, shards and chunks: of a run without shards first.
+
+    Then of one device with one chunk, and of graph parallelism, whose shards are runs of chunks.
+    """
+    is_gloo = inputs.edge_index.device.type == "cpu"
+    link = Link.of(GLOO_GBIT_PER_S if is_gloo else LINK_GBIT_PER_S)
+    num_stages, num_chunks = len(split.stages), cut.num_chunks
+    stages = split_layers(split.layers, (len(split.layers.segments),))
+    whole = replace(split, stages=stages, users=find_users(stages, split.module))
+    layouts = [(split, num_chunks), (whole, 1)]
+    is_whole = options.weights == "whole"  # else this rank does not know what weights are summed
+    if isinstance(cut, ChunkPlan) and num_chunks >= num_stages and is_whole:
+        layouts.append((replace(whole, num_shards=num_stages), 1))
+    found = {}
+    for one, number in layouts:
+        sizes = None
+        if one.num_shards > 1:
+            shards = torch.empty(inputs.num_nodes, dtype=torch.int64)
+            shards[cut.perm.cpu()] = cut.chunk_of_position().cpu() * num_stages // num_chunks
+            edges = inputs.edge_index.cpu()
+            sizes = measure_split(edges, torch.zeros_like(shards), shards, num_stages)
+        work = _work(one, sizes, costs.at(number), options, link)
+        found[len(one.stages), one.num_shards, number] = time_layout(work)[0]
+    return found
+
+
+def _work(
+    split: Split,
+    sizes: SplitSizes | None,
+    costs: StepCosts,
+    options: StrategyOptions,
+    link: Link,
+) -> LayoutWork:
+    """Add up the work of a step; `sizes`: of the pieces of several shards."""
+    num_shards, num_others = split.num_shards, len(split.stages) - 1
+    slowest, busiest, rows, peers = 1.0, 1.0, 0, 0
+    if sizes is not None:
+        work = sizes.nodes + sizes.edges
+        slowest, busiest = _largest_frac(work), max(map(_largest_frac, (sizes.nodes, sizes.edges)))
+        rows = int(torch.maximum(sizes.sent, sizes.received).amax(1).sum())
+        peers = int(sizes.peers.amax(1).sum())
+    of_stages, again = list(map(costs.of, split.stages)), options.recompute
+    compute_s = [sum(c.compute_s + again * c.forward_s for c in one) for one in of_stages]
+    codecs = get_codecs(options.cut_codec)
+    cuts = [split.cut_bytes(stage, codecs) for stage in split.stages[:-1]]
+    ring = 2 * (num_shards - 1) / num_shards  # all-reduce over the shards
+    copies = 0 if options.weights == "staged" else num_others
+    return LayoutWork(
+        num_chunks=costs.num_chunks,
+        compute_s=[slowest * one for one in compute_s],
+        halo_bytes=[2 * rows * sum(_halo_row_bytes(c, options) for c in one) for one in of_stages],
+        num_messages=[2 * peers * sum(len(cost.pushed) for cost in one) for one in of_stages],
+        cut_bytes=[busiest * sum(both) for both in cuts],
+        link=link,
+        weight_bytes=(ring + copies) * max(map(_bytes_of, map(split.weights_of, split.stages))),
+        output_bytes=split.output_bytes,
+        num_rounds=num_rounds(len(split.stages) * num_shards),
+        waits_for_halo=not options.async_halo,
+    )
+
+
+def _halo_row_bytes(cost: LayerCost, options: StrategyOptions) -> int:
+    """Return the encoded bytes of a layer's row, mean of both directions; approximate."""
+    codecs, shape = get_codecs(options.halo_codec), (_MANY_ROWS, sum(cost.pushed))
+    num_bytes = sum(codec.payload_bytes(shape, torch.float32) for codec in codecs)
+    return num_bytes // (len(codecs) * _MANY_ROWS)

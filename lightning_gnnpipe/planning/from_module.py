@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader
-from torch_geometric.data import Data, Dataset
+from torch_geometric.data.data import BaseData
 
 from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.errors import ConfigError
@@ -18,7 +17,7 @@ from lightning_gnnpipe.graph import StoredGraph
 from lightning_gnnpipe.layers import check_replicas
 from lightning_gnnpipe.methods import PipelinedMethod, is_one_graph
 from lightning_gnnpipe.options import StrategyOptions
-from lightning_gnnpipe.planning.closed_forms import MESSAGE_S, Link
+from lightning_gnnpipe.planning.closed_forms import LINK_GBIT_PER_S, MESSAGE_S, Link
 from lightning_gnnpipe.planning.forecast import Forecaster, Target
 from lightning_gnnpipe.planning.pipeline_plan import PipelinePlan
 from lightning_gnnpipe.stages import (
@@ -30,8 +29,6 @@ from lightning_gnnpipe.stages import (
 )
 from lightning_gnnpipe.steps import graph_of_node, num_nodes
 
-_LINK_GBIT_PER_S = 10.0  # typical between machines
-
 
 class _Captured(Exception):
     """Carries a call of the pipelined method out of `training_step`."""
@@ -39,7 +36,7 @@ class _Captured(Exception):
 
 def plan_pipeline(
     module: pl.LightningModule,
-    data: Data | Dataset | pl.LightningDataModule | DataLoader[Any],
+    data: BaseData | pl.LightningDataModule | Iterable[Any],
     options: StrategyOptions,
     *,
     num_stages: int | None = None,
@@ -59,12 +56,11 @@ def plan_pipeline(
 
     Args:
         module: Its `training_step` runs up to its call of the pipelined module.
-        data: A graph, a data set of one, a data module, or a loader.
+        data: A graph, a data set of one, a data module, or a loader, which may be a list.
         options: Options of the strategy; its number of stages is ignored.
         num_stages: Stages, S; 2 if `num_devices` is not given either.
         num_shards: Shards, G; None for the strategy's `graph_parallel`.
-        num_devices: Devices to assign to stages and shards, instead of `num_stages`. Set the
-            strategy's `num_chunks` as well ("auto" takes 4 a device).
+        num_devices: Devices to assign to stages and shards, instead of `num_stages`.
         link_gbit_per_s: Link speed of each device, in Gbit/s each way; None for 10.
         message_us: Microseconds of a message of any size; None for gloo's while all cores compute.
         memory_gib: Memory of a device, in GiB, that a layout must fit into; None for no limit.
@@ -82,7 +78,7 @@ def plan_pipeline(
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(expected=f"'{name}' to be positive", found=str(value), remedy=remedy)
     link = Link.of(
-        _LINK_GBIT_PER_S if link_gbit_per_s is None else link_gbit_per_s,
+        LINK_GBIT_PER_S if link_gbit_per_s is None else link_gbit_per_s,
         MESSAGE_S if message_us is None else message_us / 1e6,
     )
     asked = None
@@ -114,8 +110,8 @@ def plan_pipeline(
         raise ConfigError(
             expected="one graph to plan for",
             found=f"a batch of {inputs.graphs.num_graphs} graphs",
-            remedy="For batches of graphs, time training steps with several values of "
-            "num_chunks; see strategy.collect_stats().",
+            remedy="Serve a single graph by DataLoader([data], batch_size=None). For batches of "
+            "graphs, the start of fit says what a step takes.",
         )
     check_replicas(options.data_parallel)
     if isinstance(getattr(batch, "stored", None), StoredGraph):
@@ -134,14 +130,12 @@ def plan_pipeline(
         return Forecaster(target, asked).plan(num_devices)
 
 
-def _first_batch(data: Data | Dataset | pl.LightningDataModule | DataLoader[Any]) -> Any:
+def _first_batch(data: BaseData | pl.LightningDataModule | Iterable[Any]) -> Any:
     if isinstance(data, pl.LightningDataModule):
         data.prepare_data()
         data.setup("fit")
-        return next(iter(data.train_dataloader()))
-    if isinstance(data, DataLoader):
-        return next(iter(data))
-    return data[0] if isinstance(data, Dataset) else data
+        data = data.train_dataloader()
+    return data if isinstance(data, BaseData) else next(iter(data))
 
 
 def _capture(

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from lightning_gnnpipe.chunks import LayerCost
 from lightning_gnnpipe.planning.closed_forms import Link
-from lightning_gnnpipe.report import align, compare_weights, shorten
+from lightning_gnnpipe.report import align, compare_times, compare_weights, shorten
 from lightning_gnnpipe.types import Weights
 
 _MIB = 2**20
-_SHORT_CHUNK_S = 2e-3  # below, Python takes a large share of a chunk's time
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +74,7 @@ class LayoutForecast:
     @property
     def options(self) -> str:
         """The strategy for this layout, as it is written."""
-        shards = f", graph_parallel={self.num_shards}" if self.num_shards > 1 else ""
-        return f"Trainer(devices={self.num_stages * self.num_shards}, strategy=GNNPipeStrategy(" + (
-            f"num_chunks={self.num_chunks}{shards}))"
-        )
+        return write_layout(*self.sizes)
 
     def __str__(self) -> str:
         shards = f"{self.num_shards} shards"
@@ -97,7 +93,7 @@ class PipelinePlan:
     Attributes:
         layout: Forecast of the layout asked for, else of the best one.
         layouts: Forecasts of one device with one chunk, and of all layouts of the devices: graph
-            parallelism with one chunk, and several stages, on the same chunks.
+            parallelism with one chunk, and several stages, in as many chunks as training takes.
         num_nodes: Nodes, N.
         num_edges: Edges, E.
         layer_names: Names of the message-passing layers.
@@ -107,6 +103,9 @@ class PipelinePlan:
         halo_rows: Nodes of other chunks that each chunk reads.
         edge_cut_frac: Share of the edges between two chunks, dropped or not.
         link: Link speed, and seconds of a message of any size, that are assumed.
+        chunk_times: Seconds of computing a step on several stages, of all shards together, by
+            number of chunks; the plan's first.
+        savers: Options that would save memory, and are not set.
     """
 
     layout: LayoutForecast
@@ -120,6 +119,8 @@ class PipelinePlan:
     halo_rows: tuple[int, ...]
     edge_cut_frac: float
     link: Link
+    chunk_times: Mapping[int, float]
+    savers: tuple[str, ...]
 
     @property
     def best(self) -> LayoutForecast:
@@ -131,20 +132,14 @@ class PipelinePlan:
         """What is fastest, and what speaks against the plan."""
         best, own, advice = self.best, self.layout, []
         if not best.fits:
-            advice.append(
-                "No layout fits into the memory: try recompute, history_dtype or more devices."
-            )
+            tries = " or ".join([*self.savers, "more devices"])
+            advice.append(f"No layout fits into the memory: try {tries}.")
         else:
             advice.append(f"Fastest: {best.options}, {best.step_s:.3f} s per step.")
-        if own.num_stages > 1:
+        if own.step_bytes > min(own.bytes_by_weights.values()):
             advice.append(compare_weights(own.bytes_by_weights))
-        num_pieces = own.num_stages * own.num_shards * own.num_chunks
-        chunk_s = sum(stage.compute_s for stage in own.stages) / num_pieces
-        if own.num_chunks > 1 and chunk_s < _SHORT_CHUNK_S:
-            advice.append(
-                f"A chunk takes only {chunk_s * 1e3:.1f} ms on a stage: use fewer chunks, or one "
-                "device."
-            )
+        if self.chunk_times:
+            advice.append(compare_times(self.chunk_times, own.num_shards))
         return tuple(advice)
 
     def __str__(self) -> str:
@@ -152,8 +147,9 @@ class PipelinePlan:
 
     def _cut_lines(self) -> list[str]:
         rows, halo, stages = self.chunk_rows, sum(self.halo_rows), self.layout.stages
+        chunks = f"{len(rows)} chunk{'s' if len(rows) > 1 else ''}"
         lines = [
-            f"{self.num_nodes:,} nodes, {self.num_edges:,} edges in {len(rows)} chunks of "
+            f"{self.num_nodes:,} nodes, {self.num_edges:,} edges in {chunks} of "
             f"{min(rows):,} to {max(rows):,} nodes, which read {halo:,} of other chunks; "
             f"{self.edge_cut_frac:.1%} of the edges are between chunks",
             f"Layers in stages: {len(self.layer_names)} in {len(stages)}",
@@ -171,7 +167,7 @@ class PipelinePlan:
         rows = [("", "seconds", "bytes", "idle", "MiB")]
         for one in self.layouts:
             name = f"[{one}]" if one is self.layout else str(one)
-            memory = f"{one.memory_bytes / _MIB:,.0f}" + ("" if one.fits else " (too much)")
+            memory = f"{one.memory_bytes / _MIB:,.1f}" + ("" if one.fits else " (too much)")
             idle = f"{one.bubble_frac:.1%}"
             mark = "* " if one is self.best else "  "
             rows.append((mark + name, f"{one.step_s:.3f}", f"{one.step_bytes:,}", idle, memory))
@@ -180,6 +176,15 @@ class PipelinePlan:
             f"Gbit/s and {self.link.message_s * 1e6:g} us per message:",
             *align(rows, left=0),
         ]
+
+
+def write_layout(num_stages: int, num_shards: int, num_chunks: int) -> str:
+    """Return the strategy for a layout, as it is written."""
+    shards = f", graph_parallel={num_shards}" if num_shards > 1 else ""
+    return (
+        f"Trainer(devices={num_stages * num_shards}, "
+        f"strategy=GNNPipeStrategy(num_chunks={num_chunks}{shards}))"
+    )
 
 
 def choose_layout(layouts: tuple[LayoutForecast, ...]) -> LayoutForecast:

@@ -19,12 +19,12 @@ from lightning_gnnpipe.calls import Call, Inputs, Kind, is_of_pairs
 from lightning_gnnpipe.chunks import StepCosts
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
-from lightning_gnnpipe.graph import text_fingerprint
+from lightning_gnnpipe.graph import BatchPlan, ChunkPlan, text_fingerprint
 from lightning_gnnpipe.layers import find_layers, tracks_statistics, without_memory
 from lightning_gnnpipe.methods import own_methods, raising_own_errors
 from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.passing import Matrices
-from lightning_gnnpipe.report import Split, compare_times
+from lightning_gnnpipe.report import Split
 from lightning_gnnpipe.stages import (
     OF_LIBRARY,
     OF_USERS,
@@ -60,7 +60,7 @@ _TRACED_ANEW = (
 Key = tuple[Hashable, State]  # see `_trace_key`
 Check = Callable[[Layers, Call, Inputs], None]
 Measure = Callable[[Layers], StepCosts]  # measures the layers of a new module
-OnSplit = Callable[[Split, list[float], str], None]
+OnSplit = Callable[[Split, StepCosts | None, Inputs, ChunkPlan | BatchPlan], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class PipelinedModel:
         self._check, self._is_cut, self._modes = check, is_cut, dict[Key, Mode]()
         self._num_changes, self._given = 0, dict[str, str]()  # the latter: plain arguments
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
-        self.on_split: OnSplit | None = None  # given seconds by stage, and a text
+        self.on_split: OnSplit | None = None  # called once, in the first training step
         self.costs: StepCosts | None = None  # once measured
         self.stage_layers: tuple[int, ...] = ()  # number of layers of each stage, once assigned
         self.preferred: tuple[int, ...] = ()  # layers per stage, if they fit, not measured ones
@@ -349,7 +349,7 @@ class PipelinedModel:
         found = self.intercepted
         _check_norms(found.norms | found.batch_norms, self._in_stages)
         if is_first_time:
-            self._tell_split([self._modes[key] for key, _ in modes], inputs)
+            self._tell_idle(self._modes[modes[0][0]].stages, inputs)
         if self.staged.root is not None:
             self._assign_weights(self.staged.root)
         while len(self._modes) > _NUM_MODES:
@@ -361,20 +361,16 @@ class PipelinedModel:
             layers, self._options.given.repeat_encoder, inputs.num_rows, num_shards
         )
 
-    def _tell_split(self, modes: Sequence[Mode], inputs: Inputs) -> None:
-        stages, num_shards = modes[0].stages, self._transport.mesh.num_shards
-        if self.on_split is not None:
-            costs, text = list[float](), ""
-            if (found := self.costs) is not None:
-                num_chunks, layers = self._options.num_chunks, found.layers
-                costs = [found.compute_s(found.of(stage), num_chunks) for stage in stages]
-                times = {num_chunks: found.step_s(stages, num_chunks)}
-                if any(one.chunk_s for one in layers):
-                    times |= found.times(stages, inputs.num_nodes)
-                text = compare_times(times, num_shards, found.compute_s(layers, 1))
-            users = find_users([stage for mode in modes for stage in mode.stages], self.module)
-            split = Split(self.module, modes[0].layers, stages, users, num_shards, inputs.num_rows)
-            self.on_split(split, costs, text)
+    def tell_split(self, mode: Mode, inputs: Inputs, plan: ChunkPlan | BatchPlan) -> None:
+        """Pass the stages to `on_split`, once."""
+        told, self.on_split = self.on_split, None
+        if told is not None:
+            num_shards, layers = self._transport.mesh.num_shards, mode.layers
+            users = find_users([s for one in self._modes.values() for s in one.stages], self.module)
+            split = Split(self.module, layers, mode.stages, users, num_shards, inputs.num_rows)
+            told(split, self.costs, inputs, plan)
+
+    def _tell_idle(self, stages: Sequence[Stage], inputs: Inputs) -> None:
         is_idle = self._options.given.repeat_encoder is True and not any(s.repeated for s in stages)
         if is_idle and len(stages) > 1:
             why = "mixes rows" if inputs.graphs is None else "is of a batch of graphs"
@@ -393,7 +389,7 @@ class PipelinedModel:
             costs = self.costs = self.costs or measure(layers)
             repeated, chosen = self._repeated(layers, inputs), self._options.chosen
             counts = costs.assign_layers(layers, num_stages, repeated)
-            if inputs.graphs is None and self._options.measures_chunks:
+            if inputs.graphs is None and self._options.measures_chunks(num_layers):
                 stages = split_layers(layers, counts, repeated)
                 chosen = costs.choose_num_chunks(stages, inputs.num_nodes)
             return counts, chosen
@@ -401,7 +397,7 @@ class PipelinedModel:
         if balance == "measured" and self._options.is_fitting:
             if (len(self.preferred), sum(self.preferred)) == (num_stages, num_layers):
                 return self.preferred
-            if 1 < num_stages < num_layers:
+            if self._options.measures(num_layers):
                 # Equal in all replicas.
                 counts, self._options.chosen = self._transport.everyone.run_on_first(by_costs)
                 return counts

@@ -21,13 +21,17 @@ from torch import Tensor
 from torch.nn.utils.prune import is_pruned
 from torch.optim import Optimizer
 
+from lightning_gnnpipe.calls import Inputs
+from lightning_gnnpipe.chunks import StepCosts
 from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.engine import PipelineEngine, RunState, SavedRun
 from lightning_gnnpipe.errors import ConfigError, Fallbacks, UnsupportedError
+from lightning_gnnpipe.graph import BatchPlan, ChunkPlan
 from lightning_gnnpipe.layers import check_support
 from lightning_gnnpipe.options import RunOptions, StrategyOptions
 from lightning_gnnpipe.passing import replace_attributes
-from lightning_gnnpipe.report import Split, compare_weights, stage_table
+from lightning_gnnpipe.planning import expect_steps, write_layout
+from lightning_gnnpipe.report import LayerNames, Split, compare_weights, describe_split
 from lightning_gnnpipe.stages import as_written, find_pipelined, refuse_uncalled
 from lightning_gnnpipe.steps import Controls, StagedWeights
 from lightning_gnnpipe.trainer import _compat
@@ -42,6 +46,7 @@ from lightning_gnnpipe.trainer.replicas import Replicas
 log = logging.getLogger(__name__)
 
 _MUCH_BYTES = 2**20  # a step; less is not worth a warning
+_SLOWER = 1.05  # costs vary
 
 
 ResumedRun = tuple[SavedRun, Mapping[str, Any]]  # and the random states it was saved with
@@ -149,7 +154,7 @@ class EngineHost:
         self._patched.enter_context(self._replicas.computing_metrics(module))
         has_summary = any(isinstance(one, ModelSummary) for one in callbacks)
         if is_fitting and trainer.is_global_zero:
-            tell = partial(_print_stages, trainer, options)
+            tell = partial(_tell_start, trainer, options)
             engine.model.on_split = partial(tell, is_quiet=not has_summary)
 
     def check_training(self, optimizers: Sequence[Optimizer]) -> None:
@@ -287,19 +292,20 @@ class EngineHost:
         return output
 
 
-def _print_stages(
+def _tell_start(
     trainer: pl.Trainer,
     options: StrategyOptions,
     split: Split,
-    costs: Sequence[float],
-    times: str,
+    costs: StepCosts | None,
+    inputs: Inputs,
+    plan: ChunkPlan | BatchPlan,
     *,
     is_quiet: bool,
 ) -> None:
-    """Print the table of stages without breaking the progress bar; `costs`: seconds by stage.
+    """Print the layout, and what a step takes if `costs` were measured, without breaking the bar.
 
-    `times`: what a step takes; "" if not measured. Warn if gradients of weights are a large part of
-    what is sent.
+    Warn if another layout is faster, if stages wait for one layer, or if gradients of weights are a
+    large part of what is sent.
     """
     root = trainer.lightning_module
     sent = split.step_bytes(root, get_codecs(options.cut_codec))
@@ -310,15 +316,50 @@ def _print_stages(
             "GNNPipeStrategy(weights='staged') to send none of them.",
             compare_weights(sent),
         )
+    has_graphs = isinstance(plan, BatchPlan)
+    text = describe_split(split, plan.num_chunks, has_graphs=has_graphs)
+    if costs is not None and split.num_shards == 1:
+        text += f" {_expect(split, costs, inputs, options, plan)}"
     if is_quiet:
         return
-    last = compare_weights(sent) if len(split.stages) > 1 else ""
-    text = "\n".join(filter(None, [stage_table(split, root, costs), times, last]))
     bar = trainer.progress_bar_callback
     if isinstance(bar, TQDMProgressBar) and bar.is_enabled:
         bar.print(text)
     else:
         trainer.print(text)
+
+
+def _expect(
+    split: Split,
+    costs: StepCosts,
+    inputs: Inputs,
+    options: StrategyOptions,
+    plan: ChunkPlan | BatchPlan,
+) -> str:
+    """Return what a step takes, beside other layouts; warn where the stages lose or wait."""
+    times, num_stages = expect_steps(split, costs, inputs, options, plan), len(split.stages)
+    own, best = next(iter(times)), min(times, key=times.__getitem__)
+    axis = "data" if isinstance(plan, BatchPlan) else "graph"
+    if times[own] > _SLOWER * times[best]:
+        log.warning(
+            "The stages are not the fastest: a step takes about %.3f s, and %.3f s with %s.",
+            times[own],
+            times[best],
+            write_layout(*best),
+        )
+    seconds = [one.compute_s for one in costs.at(plan.num_chunks).layers]
+    if (slowest := max(seconds)) > 0.5 * sum(seconds) and len(seconds) > 1:
+        log.warning(
+            "The stages wait for '%s', which is %.0f %% of a step's cost and stays in one stage. "
+            "Use fewer stages, or GNNPipeStrategy(num_stages=1, %s_parallel=%d).",
+            LayerNames(split.module).of(split.layers.segments[seconds.index(slowest)]),
+            100 * slowest / sum(seconds),
+            axis,
+            num_stages,
+        )
+    names = "in these stages", "on one device with one chunk", "by graph parallelism"
+    shown = (f"{one:.3f} s {name}" for one, name in zip(times.values(), names, strict=False))
+    return f"Expected for a step: {', '.join(shown)}."
 
 
 def refuse_evaluations(name: str) -> NoReturn:

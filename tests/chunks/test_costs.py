@@ -97,15 +97,22 @@ def test_as_many_chunks_are_chosen_as_pay(finer_s: float, num_nodes: int, chosen
     stages = split_layers(layers, (L // 2, L // 2))
     found = made_costs(1.0, 8).with_overhead(made_costs(finer_s, 32))
     assert found.choose_num_chunks(stages, num_nodes) == chosen
-    assert found.compute_s(found.layers, 8) == L
     in_one = L * max(1 / 8, min(1.0, 1 - 7 * (finer_s - 1) / 24))
-    assert found.compute_s(found.layers, 1) == pytest.approx(in_one)
+    for number, expected in ((8, L), (1, in_one)):
+        there = found.at(number)
+        assert sum(one.compute_s for one in there.layers) == pytest.approx(expected)
+        assert sum(one.compute_s for one in there.at(8).layers) == pytest.approx(L)  # and back
+
+
+def test_overhead_is_found_from_fewer_chunks_as_well() -> None:
+    """In one chunk a layer takes 1 s, in 8 it takes 1.7 s."""
+    found = made_costs(1.7, 8).with_overhead(made_costs(1.0, 1))
+    assert found.at(16).layers[0].compute_s == pytest.approx(2.5)
 
 
 def test_what_is_compared_is_told() -> None:
-    assert compare_times({4: 2.0, 2: 3.0, 8: 2.5}, 2, 3.0) == (
-        "Computing a step takes about 1.000 s in 4 chunks (1.500 s in 2, 1.250 s in 8), and "
-        "3.000 s on one device with one chunk."
+    assert compare_times({4: 2.0, 2: 3.0, 8: 2.5}, 2) == (
+        "Computing a step takes about 1.000 s in 4 chunks (1.500 s in 2, 1.250 s in 8)."
     )
 
 
@@ -119,11 +126,12 @@ def test_the_number_of_chunks_that_is_given_or_needed_is_not_chosen() -> None:
     alone = [RunOptions(StrategyOptions(**one), 1) for one in ({}, {"recompute": True})]
     assert [one.count_chunks(N) for one in alone] == [1, 4]
     assert [one.num_chunks for one in alone] == [4, 4]  # micro-batches
-    assert not RunOptions(StrategyOptions(recompute=True), 2).measures_chunks
+    assert not RunOptions(StrategyOptions(recompute=True), 2).measures_chunks(L)
     fresh = RunOptions(StrategyOptions(), 2)
-    assert fresh.measures_chunks and fresh.count_chunks(N) == 8
+    assert fresh.measures_chunks(L) and fresh.count_chunks(N) == 8
+    assert not fresh.measures_chunks(2)  # no stage could have more layers
     torch.use_deterministic_algorithms(True)
     try:
-        assert not fresh.measures_chunks
+        assert not fresh.measures_chunks(L)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -270,7 +270,7 @@ def test_what_needs_all_weights_is_refused(
         fit(tmp_path, module=kind(tmp_path), **options)
 
 
-def test_the_start_tells_what_each_sends_and_warns_of_large_gradients(
+def test_the_start_warns_of_large_gradients(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(engine_host, "_MUCH_BYTES", 1)
@@ -285,9 +285,9 @@ def test_the_start_tells_what_each_sends_and_warns_of_large_gradients(
             max_epochs=1,
         )
         out = capfd.readouterr().out
-        assert "cost [ms]" in out and "on one device with one chunk." in out
-        assert re.search(r"weights='staged' sends [\d.]+ MiB a step, 'whole' [\d.]+ MiB\.", out)
-        assert ("Stages send each other large gradients" in out) == (weights == "whole")
+        assert "on one device with one chunk" in out
+        sent = r"of weights\. weights='staged' sends [\d.]+ MiB a step, 'whole' [\d.]+ MiB\."
+        assert bool(re.search(sent, out)) == (weights == "whole")
 
 
 class Books(L.LightningModule):
