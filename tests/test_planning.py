@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import IterableDataset
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
 
@@ -334,11 +336,25 @@ def test_bad_input_is_refused(change: Any, options: Any, text: str) -> None:
         plan_of(None, make_data().update(change), **options)
 
 
-@pytest.mark.parametrize("kind", [FullGraphDataModule, lambda data: DataLoader([data]), list])
+class Stream(IterableDataset[Data]):
+    def __init__(self, data: Data) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Data]:
+        yield self.data
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        FullGraphDataModule,
+        lambda data: DataLoader([data]),
+        lambda data: torch.utils.data.DataLoader([data], batch_size=None),
+        Stream,  # which Lightning takes as a loader
+    ],
+)
 def test_data_modules_and_loaders_serve_as_well(kind: Any) -> None:
-    """Lightning takes a list of batches as a loader."""
-    data = make_data()
-    plan = plan_of(None, [data] if kind is list else kind(data))
+    plan = plan_of(None, kind(make_data()))
     assert len(plan.chunk_rows) == 4 and len(plan.layout.stages) == 2
 
 

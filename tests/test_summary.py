@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
+from torch.utils.data import DataLoader
 from torch_geometric import nn as gnn
 
 from lightning_gnnpipe.chunks import LayerCost, StepCosts
@@ -108,7 +109,8 @@ def test_micro_batches_that_cost_more_than_they_save_are_warned_of(
     trainer = make_trainer(
         2, 4, max_epochs=1, strategy={"balance": "measured"}, enable_model_summary=True
     )
-    trainer.fit(OfGraphs(), [draw_batch((4, 7, 5, 9, 5, 6, 3, 8))])
+    loader = DataLoader([draw_batch((4, 7, 5, 9, 5, 6, 3, 8))], batch_size=None)
+    trainer.fit(OfGraphs(), loader)
     shown = capfd.readouterr().out
     assert re.search(
         r"Pipeline: 2 stages of 2 \+ 2 layers, 4 micro-batches\. "

@@ -56,7 +56,7 @@ def plan_pipeline(
 
     Args:
         module: Its `training_step` runs up to its call of the pipelined module.
-        data: A graph, a data set of one, a data module, or a loader, which may be a list.
+        data: A graph, a data set of one, a data module, or a loader.
         options: Options of the strategy; its number of stages is ignored.
         num_stages: Stages, S; 2 if `num_devices` is not given either.
         num_shards: Shards, G; None for the strategy's `graph_parallel`.
