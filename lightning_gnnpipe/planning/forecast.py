@@ -336,19 +336,20 @@ def expect_steps(
     num_stages, num_chunks = len(split.stages), cut.num_chunks
     stages = split_layers(split.layers, (len(split.layers.segments),))
     whole = replace(split, stages=stages, users=find_users(stages, split.module))
-    layouts = [(split, num_chunks), (whole, 1)]
+    layouts: list[tuple[Split, int, SplitSizes | None]] = [
+        (split, num_chunks, None),
+        (whole, 1, None),
+    ]
     is_whole = options.weights == "whole"  # else this rank does not know what weights are summed
     if isinstance(cut, ChunkPlan) and num_chunks >= num_stages and is_whole:
-        layouts.append((replace(whole, num_shards=num_stages), 1))
+        shards = torch.empty(inputs.num_nodes, dtype=torch.int64)
+        shards[cut.perm.cpu()] = cut.chunk_of_position().cpu() * num_stages // num_chunks
+        edges = inputs.edge_index.cpu()
+        sizes = measure_split(edges, torch.zeros_like(shards), shards, num_stages)
+        layouts.append((replace(whole, num_shards=num_stages), 1, sizes))
     found = {}
-    for one, number in layouts:
-        sizes = None
-        if one.num_shards > 1:
-            shards = torch.empty(inputs.num_nodes, dtype=torch.int64)
-            shards[cut.perm.cpu()] = cut.chunk_of_position().cpu() * num_stages // num_chunks
-            edges = inputs.edge_index.cpu()
-            sizes = measure_split(edges, torch.zeros_like(shards), shards, num_stages)
-        work = _work(one, sizes, costs.at(number), options, link)
+    for one, number, pieces in layouts:
+        work = _work(one, pieces, costs.at(number), options, link)
         found[len(one.stages), one.num_shards, number] = time_layout(work)[0]
     return found
 

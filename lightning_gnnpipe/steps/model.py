@@ -363,12 +363,12 @@ class PipelinedModel:
 
     def tell_split(self, mode: Mode, inputs: Inputs, plan: ChunkPlan | BatchPlan) -> None:
         """Pass the stages to `on_split`, once."""
-        told, self.on_split = self.on_split, None
-        if told is not None:
+        on_split, self.on_split = self.on_split, None
+        if on_split is not None:
             num_shards, layers = self._transport.mesh.num_shards, mode.layers
             users = find_users([s for one in self._modes.values() for s in one.stages], self.module)
             split = Split(self.module, layers, mode.stages, users, num_shards, inputs.num_rows)
-            told(split, self.costs, inputs, plan)
+            on_split(split, self.costs, inputs, plan)
 
     def _tell_idle(self, stages: Sequence[Stage], inputs: Inputs) -> None:
         is_idle = self._options.given.repeat_encoder is True and not any(s.repeated for s in stages)
