@@ -128,6 +128,9 @@ def prepare_graph(
     Features are read and written block by block; edges must fit into memory. The folder is written
     whole or not at all. If it holds the same graph in the same chunks, it is left as it is.
 
+    Under ``GNNPipeStrategy``, ``trainer.predict`` returns rows of all nodes in the order of
+    ``data``; elsewhere ``batch.n_id`` has the node of each row.
+
     Examples:
         >>> prepare_graph(PygNodePropPredDataset("ogbn-products"), "products", num_chunks=16)
         >>> trainer.fit(module, datamodule=FullGraphDataModule("products"))

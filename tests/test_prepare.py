@@ -260,6 +260,23 @@ def test_a_process_killed_while_it_writes_leaves_no_folder(place: int, tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["graph"]
 
 
+def test_processes_that_prepare_at_once_share_one_folder(tmp_path: Path) -> None:
+    processes = []
+    for _number in range(3):
+        process = os.fork()
+        if process == 0:
+            status = 1
+            try:
+                found = prepare_graph(make_graph(), tmp_path / "graph", num_chunks=NUM_CHUNKS)
+                status = 0 if FullGraphDataModule(found).data.num_nodes == NUM_NODES else 2
+            finally:
+                os._exit(status)
+        processes.append(process)
+    for process in processes:
+        assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["graph"]
+
+
 def test_a_full_disk_is_named_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

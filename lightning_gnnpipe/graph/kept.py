@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -71,11 +72,12 @@ def _write(path: Path, key: int, content: bytes) -> None:
         except BaseException:
             os.unlink(file.name)
             raise
-    total = 0
-    for one in sorted(path.parent.glob(f"*{_SUFFIX}"), key=lambda one: -one.stat().st_mtime):
-        total += one.stat().st_size
-        if total > _MOST_BYTES and one != path:
-            one.unlink(missing_ok=True)
+    with suppress(FileNotFoundError):  # another run makes room
+        total = 0
+        for one in sorted(path.parent.glob(f"*{_SUFFIX}"), key=lambda one: -one.stat().st_mtime):
+            total += one.stat().st_size
+            if total > _MOST_BYTES and one != path:
+                one.unlink()
 
 
 def _digest(key: int, content: bytes) -> bytes:

@@ -82,6 +82,26 @@ def test_a_full_disk_stops_no_run_and_leaves_nothing(
     assert "No space left" in caplog.text
 
 
+def test_runs_at_once_read_whole_files_or_none(
+    tmp_path: Path, work: Work, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = os.fork()
+    if process == 0:
+        status = 99
+        try:
+            for _round in range(200):
+                for path in tmp_path.glob("[0-9a-f]*.parts"):
+                    path.unlink(missing_ok=True)
+                keep(tmp_path, work)
+            status = len(caplog.messages)
+        finally:
+            os._exit(status)
+    for _round in range(200):
+        keep(tmp_path, work)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    assert not caplog.messages
+
+
 def test_the_least_recently_used_make_room(
     tmp_path: Path, work: Work, monkeypatch: pytest.MonkeyPatch
 ) -> None:
