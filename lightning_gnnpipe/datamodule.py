@@ -23,6 +23,7 @@ from torch_geometric.utils import index_to_mask, is_sparse
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, GraphError
 from lightning_gnnpipe.graph import (
     check_edges,
+    first_not_finite,
     fold,
     open_stored,
     partition_nodes,
@@ -57,7 +58,7 @@ class FullGraphDataModule(L.LightningDataModule):
 
     Raises:
         GraphError: The graph is heterogeneous, has no edges, shows no number of nodes (by ``x`` or
-            ``num_nodes``), or its parts disagree.
+            ``num_nodes``), its parts disagree, or features or targets are not finite.
         ConfigError: ``split`` or ``split_fracs`` is out of range.
     """
 
@@ -85,6 +86,8 @@ class FullGraphDataModule(L.LightningDataModule):
                 check_edges(edges, num_nodes)
         for name in ("y", *MASKS):
             _check_rows(graph, name, num_nodes)
+        for name in ("x", "edge_attr", "edge_weight"):
+            _check_finite(name, graph.get(name), f"data.{name} = data.{name}.nan_to_num()")
         if graph.y is not None and graph.y.dim() == 2 and graph.y.size(1) == 1:
             graph.y = graph.y.squeeze(1)  # OGB's labels are [num_nodes, 1]
 
@@ -96,6 +99,10 @@ class FullGraphDataModule(L.LightningDataModule):
         else:
             _check_split(split, num_splits=1)
             _draw_masks(graph, split_fracs, seed)
+        if graph.y is not None and graph.y.is_floating_point():
+            rows = torch.stack([graph[name] for name in MASKS if name in graph]).any(0)
+            used = graph.y.where(rows.view(-1, *[1] * (graph.y.dim() - 1)), 0)
+            _check_finite("y", used, "data.train_mask &= data.y.isfinite(), and other masks alike")
         self.data = graph
 
     @property
@@ -290,6 +297,12 @@ def _check_rows(graph: Data, name: str, num_nodes: int) -> None:
             _describe(rows),
             f"Row n of '{name}' belongs to row n of 'x'.",
         )
+
+
+def _check_finite(name: str, values: object, remedy: str) -> None:
+    found = first_not_finite(values, "at edge" if name.startswith("edge") else "at node")
+    if found is not None:
+        raise GraphError(f"'{name}' is {found}.\nThe loss would be nan too.\nWrite {remedy}.")
 
 
 def _select_split(graph: Data, split: int) -> None:

@@ -270,7 +270,8 @@ class GNNPipeStrategy(LightningStrategy):
         module, plugin = self.user_module, self.precision_plugin
         self.pre_backward(closure_loss)
         loss = plugin.pre_backward(closure_loss, module)
-        self._host.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
+        run = partial(plugin.backward, loss, module, optimizer, *args, **kwargs)
+        self._host.backward(closure_loss, run)
         loss = plugin.post_backward(loss, module)
         self.post_backward(loss)
         return loss

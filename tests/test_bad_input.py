@@ -18,7 +18,7 @@ from torch_geometric.data import Data
 
 from lightning_gnnpipe.errors import ConfigError
 from tests.helpers.trainers import weights
-from tests.test_user_errors import D, Module, Net, fit, graph
+from tests.test_user_errors import D, Module, N, Net, fit, graph
 
 
 class Pruned(Module):
@@ -123,6 +123,55 @@ def test_bad_input_is_refused_on_every_rank(name: str, tmp_path: Path) -> None:
 def test_torchs_loader_of_graphs_is_refused_by_the_loaders_that_work() -> None:
     with pytest.raises(ConfigError, match=r"write DataLoader\(\[data\], batch_size=None\)"):
         fit(Module(), DataLoader([graph()]), 2)
+
+
+class Logs(Net):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.convs[1](self.convs[0](x, edge_index), edge_index).relu()
+        return self.convs[2](x.log(), edge_index)
+
+
+class Diverges(Module):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=torch.inf)
+
+
+LOG = r"'log' at test_bad_input.py:\d+, `return self.convs\[2\]\(x.log\(\), edge_index\)` is -inf"
+ONE = graph().x.clone()
+ONE[3, 1] = torch.inf
+NOT_FINITE: dict[str, tuple[Any, ...]] = {
+    "an operation": (rf"epoch 0 is nan: the result of {LOG}\.\n.*\nKeep", lambda: Module(Logs())),
+    "weights": (
+        r"epoch 1 is nan: the output of layer 'convs.0', a GCNConv \(as is its 'bias'\), is",
+        Diverges,
+    ),
+    "an argument": (
+        "epoch 0 is nan: 'x', which forward reads, is inf in row 3, column 1",
+        Module,
+        graph(x=ONE),
+    ),
+    "the loss alone": (
+        r"epoch 0 is nan, though all outputs of the network are finite\.\n.*\nIf a step may",
+        Module,
+        graph(train_mask=torch.zeros(N, dtype=torch.bool)),
+    ),
+}
+
+
+@pytest.mark.some_cases(2)
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_where_that_began(
+    name: str, devices: int, tmp_path: Path
+) -> None:
+    text, make, *data = NOT_FINITE[name]
+    Witness.folder = tmp_path
+    with pytest.raises(Exception):  # noqa: B017 - as above
+        fit(make(), *(data or [graph()]), 3, kind=Witness, devices=devices, start_method="fork")
+    found = [path.read_text() for path in Witness.written()]
+    assert len(found) == devices
+    for one in found:
+        assert re.search(f"^GNNPipeError: The loss of {text}", one), one
 
 
 def test_weights_may_be_renamed_on_two_stages() -> None:

@@ -121,6 +121,11 @@ def test_a_graph_without_edges_or_labels_is_fine():
     assert FullGraphDataModule(graph).data.num_edges == 0
 
 
+def test_nodes_outside_of_all_masks_need_no_target():
+    y = torch.arange(float(NUM_NODES)).where(torch.arange(NUM_NODES) < 7, torch.nan)
+    assert FullGraphDataModule(build_graph(y=y, **masks_of(4))).data.y is y
+
+
 def test_a_graph_without_features_shows_its_number_of_nodes():
     module = FullGraphDataModule(build_graph(x=None, num_nodes=NUM_NODES))
     assert module.num_features == 0
@@ -136,6 +141,18 @@ BAD_GRAPHS = {
     "edge beyond": (
         dict(edge_index=torch.tensor([[0], [10]])),
         r"from 0 to 9 \(got node 10\)",
+    ),
+    "an infinite feature": (
+        dict(x=torch.eye(NUM_NODES).masked_fill(torch.eye(NUM_NODES).roll(1, 1) > 0, -torch.inf)),
+        r"^'x' is -inf at node 0, column 1\.\n.*\nWrite data.x = data.x.nan_to_num\(\)\.$",
+    ),
+    "a feature of edges": (
+        dict(edge_weight=(torch.arange(10.0) - 1).abs().log()),
+        r"^'edge_weight' is -inf at edge 1\.\n",
+    ),
+    "a target": (
+        dict(y=torch.zeros(NUM_NODES, 2).index_fill(0, torch.tensor([4]), torch.nan)) | masks_of(3),
+        r"^'y' is nan at node 4, column 0\.\n.*\nWrite data.train_mask &= data.y.isfinite\(\)",
     ),
     "labels": (dict(y=torch.zeros(9).long()), r"'y' to have one row for each of the 10 nodes"),
     "mask rows": (

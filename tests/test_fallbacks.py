@@ -77,7 +77,19 @@ def before_steps(call: Callable[[L.Trainer, Any], object]) -> L.Callback:
 
 def spoil(trainer: L.Trainer, module: Any) -> None:
     if trainer.current_epoch == 2:
-        trainer.optimizers[0].param_groups[0]["lr"] = float("nan")
+
+        def step(*given: Any) -> torch.Tensor:
+            loss: torch.Tensor = type(module).training_step(module, *given)
+            return loss + (0 * loss).sqrt()
+
+        module.training_step = step
+    elif trainer.current_epoch == 3:
+        del module.training_step
+
+
+def skip(trainer: L.Trainer, module: Any, optimizer: torch.optim.Optimizer) -> None:
+    if trainer.current_epoch == 2:
+        optimizer.zero_grad()
 
 
 def freeze(trainer: L.Trainer, module: Any) -> None:
@@ -121,8 +133,8 @@ CASES: dict[str, tuple[Callable[[], None], str, list[Callable[[], None]]]] = {
         [],
     ),
     "A step runs exactly, to fill the histories anew": (
-        lambda: fit_nodes(before_steps(spoil)),
-        ", or its loss or gradients were not finite",
+        lambda: fit_nodes(before_steps(spoil), LambdaCallback(on_before_optimizer_step=skip)),
+        ", or its outputs or gradients were not finite",
         [fit_nodes],
     ),
     "A step runs exactly, to fill the histories, since the mode": (

@@ -167,7 +167,7 @@ class EngineChecks:
         if any(own.filled and own.graph.plan.num_chunks > 1 for own in known):
             self._fallbacks.tell(
                 "A step runs exactly, to fill the histories anew, since the last one failed "
-                "midway, or its loss or gradients were not finite."
+                "midway, or its outputs or gradients were not finite."
             )
 
     def layers(self, layers: Layers, call: Call, inputs: Inputs) -> None:

@@ -10,11 +10,11 @@ Batches of several graphs run exactly, in micro-batches of whole graphs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from math import isfinite
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from lightning_gnnpipe._compat_torch import mask_weights
 from lightning_gnnpipe.calls import Call, Inputs, KnownKinds, flatten_call
 from lightning_gnnpipe.chunks import PassSpec
 from lightning_gnnpipe.comm import Transport
+from lightning_gnnpipe.engine.anomaly import find_not_finite, refuse_loss
 from lightning_gnnpipe.engine.checks import EngineChecks
 from lightning_gnnpipe.engine.identity import InputIdentity, InputKey
 from lightning_gnnpipe.engine.known_graphs import GraphCache
@@ -148,7 +149,7 @@ class PipelineEngine:
             self._loss,
             number,
             sum([one.training for one in module.modules()]),
-            self._is_lost,
+            self._state.is_lost,
             0 if key is None else key.number,
             self.graphs.num_bytes,
             self.model.has_changed(call, inputs),
@@ -160,7 +161,6 @@ class PipelineEngine:
             self._checks.loss_of_rows()
             self.graphs.inputs.drop_rows()
             self._state.settle()
-            self._loss = 0.0
         self._checks.support(has_graphs)
         try:
             if is_training:
@@ -186,6 +186,11 @@ class PipelineEngine:
         """Record the loss of a training step, if it has one."""
         self._loss = 0.0 if loss is None else loss
 
+    def refuse_loss(self, loss: float, epoch: int) -> NoReturn:
+        """End the run, since the loss of a step is not finite; collective."""
+        found = (search() for search in self._state.searches)
+        refuse_loss(loss, epoch, next(filter(None, found), None))
+
     def abandon(self) -> None:
         """Forget a training pass whose backward failed or never ran."""
         self._state.abandon()
@@ -196,11 +201,6 @@ class PipelineEngine:
             own = self.model.of_stages_only(root)
             share_gradients(self.transport, root, own, self.model.staged)
             self.last_step.recount()
-
-    @property
-    def _is_lost(self) -> bool:
-        """Whether the last step left invalid histories on this rank."""
-        return self._state.is_lost or not isfinite(self._loss)
 
     def run_state(self) -> RunState:
         """Return the state of the run for a checkpoint, without weights and rows."""
@@ -219,7 +219,7 @@ class PipelineEngine:
             num_random_inputs=self.identity.num_random,
             chosen_chunks=self.options.chosen,
         )
-        return state.without_histories() if self._is_lost else state
+        return state.without_histories() if self._state.is_lost else state
 
     def stage_states(self) -> dict[int, RankHistories]:
         """Return the histories that this rank writes to a checkpoint, by rank: see `save_rank`.
@@ -257,10 +257,12 @@ class PipelineEngine:
         if key is not None:
             return self._train_on_graph(mode, call, inputs, key, agreed, is_resumed=is_resumed)
         is_exact = self.controls.is_exact
-        spec = self._passes.over_batch(mode, call, inputs, is_exact=is_exact, is_training=True)
+        over = partial(self._passes.over_batch, mode, call, inputs)
+        spec = over(is_exact=is_exact, is_training=True)
         if self.model.on_split is not None:
             self.model.tell_split(mode, inputs, spec.plan)
-        return self._run(spec, None, call, mode, is_exact=spec.codecs.is_exact)
+        exact = partial(over, is_exact=True, is_training=False)
+        return self._run(spec, None, call, mode, exact, is_exact=spec.codecs.is_exact)
 
     def _train_on_graph(
         self,
@@ -299,7 +301,8 @@ class PipelineEngine:
         if not is_exact and self.model.intercepted.norms:
             self.statistics.note_pipelined(self.model.intercepted.norms)
         own.inputs.load(call, inputs, key.leaves)
-        output = self._run(spec, own.store, call, mode, is_exact=is_exact)
+        exact = partial(self._passes.over_graph, mode, own.graph, own.graph.reading, own.inputs)
+        output = self._run(spec, own.store, call, mode, exact, is_exact=is_exact)
         own.end_step(number, mode.frozen)
         if is_exact:
             own.filled = {mode.reads}
@@ -320,6 +323,7 @@ class PipelineEngine:
         store: HistoryStore | None,
         call: Call,
         mode: Mode,
+        exact: Callable[[], PassSpec],
         *,
         is_exact: bool,
     ) -> Any:
@@ -327,7 +331,8 @@ class PipelineEngine:
         number, is_first = self.num_training_passes, self._state.num_awaiting == 0
         outputs = running.forward(self.controls, number, is_first=is_first)
         self.model.share_statistics(replaced=False)
-        self._state.end_forward(number, outputs)
+        search = partial(find_not_finite, self._passes, self.transport, mode, call, exact)
+        self._state.end_forward(number, outputs, search)
         self.num_training_passes += 1
         self._has_record = self._has_record and not is_first
         readers = mode.readers_of(call)

@@ -25,6 +25,7 @@ from lightning_gnnpipe.graph import ContentNumbers, fold, tensors_in, text_finge
 from lightning_gnnpipe.types import CrossChunkEdges
 
 _CALL = "call in the step"
+FLOAT = ", a float"  # end of the name of such a part
 _LIBRARIES = ("torch.", "torch_geometric.", "torchmetrics.")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _OF_TORCH = frozenset(vars(nn.Module()))
@@ -94,7 +95,10 @@ class InputIdentity:
 
     def of(self, call: Call, inputs: Inputs, batch: Callable[[], int]) -> InputKey:
         """Return the key of a call on one graph; `batch` returns a fingerprint of the batch."""
-        parts = {f"'{name}'": text_fingerprint(repr(one)) for name, one in call.options.items()}
+        parts = {
+            f"'{name}'" + (FLOAT if isinstance(one, float) else ""): text_fingerprint(repr(one))
+            for name, one in call.options.items()
+        }
         parts["option"] = text_fingerprint(repr((call.signature, self._cross_edges)))
         names = tuple(f"'{name}'" for name in call.names)
         leaves: list[int | None] = []

@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_gnnpipe.calls import Inputs
 from lightning_gnnpipe.chunks import CapturedChunks, PlannedInputs
 from lightning_gnnpipe.comm import Transport
-from lightning_gnnpipe.engine.identity import InputKey
+from lightning_gnnpipe.engine.identity import FLOAT, InputKey
 from lightning_gnnpipe.engine.shared import SharedStore
 from lightning_gnnpipe.errors import Fallbacks
 from lightning_gnnpipe.graph import (
@@ -282,6 +282,11 @@ _RANDOM = (
     "Draw random numbers in the module's forward, shaped like its tensors (dropout, "
     "torch.rand_like)."
 )
+_SCHEDULED = (
+    "Keep a float that a schedule changes in a parameter without gradient, since weights are no "
+    "input: self.tau = nn.Parameter(torch.tensor(0.5), requires_grad=False) in __init__, and "
+    "self.net.tau.data.fill_(0.4) in on_train_epoch_start."
+)
 _SAMPLED = (
     "Each new graph is also partitioned anew: if every batch is one (NeighborLoader, dropped "
     "edges), train on one device."
@@ -327,6 +332,8 @@ class KnownInputs:
         if is_new and last is not None:
             self._changed = key.changed(last)
             self._remedy = _RANDOM if key.graph == last.graph else _SAMPLED
+            if all(name.endswith(FLOAT) for name in self._changed):
+                self._remedy = _SCHEDULED
             if self._num_new > _MOST_KEPT:
                 self.tell_share(num_steps)
 

@@ -16,6 +16,7 @@ from lightning_gnnpipe.graph.partition import (
     check_num_chunks,
     edge_cut_frac,
     edges_within,
+    first_not_finite,
     measure_split,
     partition_nodes,
     split_chunks,

@@ -291,6 +291,19 @@ def check_edges(edges: Any, num_nodes: int, name: str = "edge_index") -> None:
         )
 
 
+def first_not_finite(values: object, where: str = "in row") -> str | None:
+    """Return the first value of a dense tensor that is nan or infinite, as "nan in row 3"."""
+    if not isinstance(values, Tensor) or values.layout is not torch.strided:
+        return None
+    if not values.is_floating_point() or bool((is_finite := values.isfinite()).all()):
+        return None
+    place = (~is_finite).nonzero()[0].tolist()
+    named = zip((where, ", column", *[","] * len(place)), place, strict=False)
+    return f"{float(values[tuple(place)]):g} " + "".join(
+        f"{name} {number}" for name, number in named
+    )
+
+
 def check_num_chunks(num_chunks: int, num_nodes: int) -> None:
     """Raise ConfigError unless `num_chunks` is between 1 and `num_nodes`."""
     if not 1 <= num_chunks <= num_nodes:

@@ -70,7 +70,8 @@ def trace(
 ) -> fx.Graph:
     """Return the graph of the method that is called.
 
-    Placeholders `leaf_0`, `leaf_1`, ... are the leaves, `leaf_num_graphs` is the number of graphs.
+    Placeholders `leaf_0`, `leaf_1`, ... are the leaves, `leaf_number_0` ... are floats and
+    `leaf_num_graphs` is the number of graphs.
     Targets begin with "module.". Values other than tensors are baked in: see `Guard`. `run` has
     values of all nodes.
     `is_grad_enabled`: autograd mode of the user's call.
@@ -156,12 +157,11 @@ def traceable(module: nn.Module) -> Iterator[None]:
 @contextmanager
 def _tracing_functions() -> Iterator[None]:
     """Trace through activation checkpoints, and refuse other autograd functions, by their names."""
-    function = torch.autograd.Function
-    own = vars(function)["apply"]
+    base: Any = torch.autograd.Function.__mro__[1]  # reached by `round = Straight.apply` as well
 
     def apply(kind: type, *args: Any) -> Any:
         if not _has_proxies(args):
-            return own.__get__(None, kind)(*args)
+            return cast(Any, super(base, kind)).apply(*args)
         if kind is CheckpointFunction:
             return args[0](*args[2:])
         raise UnsupportedError(
@@ -171,11 +171,11 @@ def _tracing_functions() -> Iterator[None]:
             f"            return {kind.__name__}.apply(x)"
         )
 
-    function.apply = classmethod(apply)  # type: ignore[assignment]
+    base.apply = classmethod(apply)
     try:
         yield
     finally:
-        function.apply = own  # type: ignore[method-assign]
+        del base.apply
 
 
 def _has_proxies(values: Iterable[Any]) -> bool:
@@ -191,10 +191,11 @@ class Caller(nn.Module):
         self._call = call
 
     def forward(self, *leaves: Any) -> Any:
-        count = leaves[-1] if self._call.has_graphs else None
-        module = getattr(self, ROOT)
+        call, module = self._call, getattr(self, ROOT)
+        count = leaves[-1] if call.has_graphs else None
+        numbers = dict(zip(call.numbers, leaves[len(call.leaves) :], strict=False))
         run = run_listed if is_listed(module) else Call.run
-        return run(self._call, module, leaves, count)
+        return run(call, module, leaves, count, numbers)
 
 
 class _Outline(fx.Tracer):
@@ -353,7 +354,7 @@ class Tracer(_Outline):
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
         names = [f"leaf_{i}" for i in range(len(self._call.leaves))]
-        names += [NUM_GRAPHS] if self._call.has_graphs else []
+        names += [*self._call.numbers, *([NUM_GRAPHS] if self._call.has_graphs else [])]
         given = [self.create_proxy("placeholder", name, (), {}) for name in names]
         return type(self.root).forward, [self.root, *given]
 

@@ -212,6 +212,7 @@ class TrainingPass:
 
 
 Backward = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
+Search = Callable[[], str | None]  # see `find_not_finite`
 
 
 class _Seam(torch.autograd.Function):
@@ -274,7 +275,7 @@ class PassState:
 
     def __init__(self) -> None:
         self._is_inside = False  # a phase has begun, and has not ended
-        self._outputs: dict[int, Sequence[Tensor]] = {}  # of passes that await their backward
+        self._awaiting: dict[int, tuple[Sequence[Tensor], Search]] = {}  # their backward
         self._is_finite: Tensor | None = None  # on the device, read on demand
 
     @property
@@ -286,23 +287,28 @@ class PassState:
     @property
     def num_awaiting(self) -> int:
         """Number of passes between their forward and their backward."""
-        return len(self._outputs)
+        return len(self._awaiting)
+
+    @property
+    def searches(self) -> list[Search]:
+        """What looks for values that are not finite in the passes that await their backward."""
+        return [search for _, search in self._awaiting.values()]
 
     def begin(self) -> None:
         """Start a pass that writes histories."""
         self._is_inside = True
-        if not self._outputs:
+        if not self._awaiting:
             self._is_finite = None
 
-    def end_forward(self, number: int, outputs: Sequence[Tensor]) -> None:
+    def end_forward(self, number: int, outputs: Sequence[Tensor], search: Search) -> None:
         """End the forward phase of pass `number` and await the backward of `outputs`."""
         self._is_inside = False
-        self._outputs[number] = outputs
+        self._awaiting[number] = outputs, search
 
     def begin_backward(self, number: int, grads: Sequence[Tensor]) -> None:
         """Start the backward phase of pass `number` with the gradients of the outputs."""
         self._is_inside = True
-        self._outputs.pop(number, None)
+        self._awaiting.pop(number, None)
         self._note_finite(grads)
 
     def end_backward(self, grads: Sequence[Tensor]) -> None:
@@ -316,9 +322,9 @@ class PassState:
 
     def abandon(self) -> None:
         """Stop awaiting backwards; a phase that has not ended stays lost."""
-        for outputs in self._outputs.values():
+        for outputs, _ in self._awaiting.values():
             self._note_finite(outputs)
-        self._outputs.clear()
+        self._awaiting.clear()
 
     def _note_finite(self, tensors: Sequence[Tensor]) -> None:
         found = [] if self._is_finite is None else [self._is_finite]

@@ -265,9 +265,13 @@ class EngineHost:
         self._processes.signals.obey()
         return output
 
-    def backward(self, run: Callable[[], None]) -> None:
-        """Run the user's backward, and give all ranks equal gradients."""
+    def backward(self, loss: Tensor, run: Callable[[], None]) -> None:
+        """Run the user's backward of `loss`, before scaling; give all ranks equal gradients."""
         engine = self.engine
+        if not bool(loss.isfinite().all()):
+            epoch = self._strategy.user_module.trainer.current_epoch
+            with self._strategy.precision_plugin.forward_context():
+                engine.refuse_loss(float(loss.detach()), epoch)
         scaler = getattr(self._strategy.precision_plugin, "scaler", None)
         engine.set_step(loss_scale=1.0 if scaler is None else float(scaler.get_scale()))
         try:

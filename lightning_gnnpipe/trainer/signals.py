@@ -52,8 +52,14 @@ class StopSignals:
         return self.received | (END if trainer.should_stop else 0)
 
     def agree(self, ranks: Iterable[int], trainer: pl.Trainer) -> None:
-        """Take up the bits of all ranks."""
-        for bits in ranks:
+        """Take up the bits of all ranks; say on the first one if only some of them stop."""
+        every = list(ranks)
+        stopping = [str(rank) for rank, bits in enumerate(every) if bits & END]
+        if trainer.is_global_zero and 0 < len(stopping) < len(every):
+            log.warning(
+                "Rank %s has set trainer.should_stop, so all ranks stop.", ", ".join(stopping)
+            )
+        for bits in every:
             self._agreed |= bits & ~END
             trainer.should_stop |= bool(bits & END)
 

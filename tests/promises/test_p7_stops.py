@@ -75,3 +75,4 @@ def test_p7_a_stop_of_one_rank(
     else:
         text = run_script(tmp_path, SCRIPT, where, rank, options).text
         assert text.count(f" made {steps} steps") == 2, text[-3000:]
+        assert text.count(f"Rank {rank} has set trainer.should_stop, so all") == 1, text[-3000:]

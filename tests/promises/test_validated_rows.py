@@ -167,7 +167,7 @@ def test_p6_a_refresh_goes_on_from_a_checkpoint_before_validation(
 
 
 class Skips(NodeClassifier):
-    """Has a feature that is not a number in step 2, and makes no step of it.
+    """Has a loss or gradients that are no numbers in step 2, and makes no step of it.
 
     Args:
         is_manual: Whether it goes back, and looks at the gradients, instead of at the loss.
@@ -180,12 +180,14 @@ class Skips(NodeClassifier):
         self.was_exact: list[bool] = []
 
     def training_step(self, batch: Data, batch_idx: int) -> Tensor | None:
-        if self.current_epoch == 2:
+        if self.current_epoch == 2 and self.automatic_optimization:
             batch = batch.clone()
             batch.x = batch.x.clone()
             batch.x[3] = torch.nan
         loss = super().training_step(batch, batch_idx)
         is_finite = bool(loss.isfinite())
+        if self.current_epoch == 2 and is_finite:
+            loss = loss + (0 * loss).sqrt()
         if not self.automatic_optimization:
             optimizer: Any = self.optimizers()
             optimizer.zero_grad()

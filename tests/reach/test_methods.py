@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -17,6 +18,7 @@ from torch_geometric.nn.models import GAE, VGAE
 
 from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
+from lightning_gnnpipe.steps import model
 from tests.helpers.alike import D, N, graph
 from tests.helpers.launch import BatchList
 from tests.helpers.trainers import double_precision, quiet_trainer, weights
@@ -218,21 +220,35 @@ class InTurn(OneCalled):
         return torch.optim.SGD([*self.encoder.parameters(), *self.head.parameters()], lr=0.1)
 
 
-class Annealed(OneCalled):
-    """A number among the arguments is another in each call."""
-
-    class Encoder(Encoder):
-        def forward(self, x: Tensor, edge_index: Tensor, tau: float) -> Tensor:
-            return super().forward(x, edge_index) / tau
-
+class Anneals(Encoder):
     def __init__(self) -> None:
         super().__init__()
-        self.encoder, self.unused = self.Encoder(), nn.Identity()
+        self.tau = nn.Parameter(torch.tensor(1.0), requires_grad=False)
+
+    def forward(self, x: Tensor, edge_index: Tensor, tau: float = 1.0) -> Tensor:
+        for conv in self.convs:
+            x = conv(x * (1.5 - tau) + x * self.tau, edge_index).relu()
+        return x / tau
+
+
+class Decides(Anneals):
+    def forward(self, x: Tensor, edge_index: Tensor, tau: float = 1.0) -> Tensor:
+        return super().forward(-x if tau < 0 else x, edge_index, tau)
+
+
+class Annealed(OneCalled):
+    """A number is another in each epoch: an argument, or if it `is_held` a parameter."""
+
+    def __init__(self, kind: type[Anneals] = Anneals, *, is_held: bool = False) -> None:
+        super().__init__()
+        self.encoder, self.unused, self.is_held = kind(), nn.Identity(), is_held
+
+    def on_train_epoch_start(self) -> None:
+        self.encoder.tau.data.fill_(0.9**self.current_epoch if self.is_held else 1.0)
 
     def _rows(self, data: Data) -> Tensor:
-        return self.encoder(
-            data.x, data.edge_index, 0.9 ** (2 * self.current_epoch + (not self.training))
-        )
+        tau = 0.9 ** (2 * self.current_epoch + (not self.training))
+        return self.encoder(data.x, data.edge_index, *([] if self.is_held else [tau]))
 
 
 # Each with what `pipelined_module` names.
@@ -303,12 +319,32 @@ def fresh(make: Callable[[], Module]) -> Module:
         return make()
 
 
-def test_an_argument_that_is_traced_anew_each_time_is_named(
+@pytest.mark.parametrize(
+    ("make", "texts"),
+    [
+        (Annealed, ["because 'tau', a float of the", "nn.Parameter"]),
+        (lambda: Annealed(Decides), ["traced anew each time that its argument 'tau' changes."]),
+        (lambda: Annealed(is_held=True), []),
+    ],
+    ids=["as an argument", "to decide on", "as a weight"],
+)
+def test_a_float_that_a_schedule_changes_is_an_input_of_one_trace(
+    make: Callable[[], Annealed],
+    texts: list[str],
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fit(Annealed, 3)
-    assert caplog.text.count("traced anew each time that its argument 'tau' changes.") == 1
-    assert "ran exactly, not pipelined, because 'tau', option" in caplog.text
+    """Steps on another input are exact; those with other weights are not."""
+    traced = Mock(wraps=model.cut_module)
+    monkeypatch.setattr(model, "cut_module", traced)
+    module, _ = fit(make, 3)
+    decides = isinstance(module.encoder, Decides)
+    assert traced.call_count == (8 if decides else 2)
+    assert all(caplog.text.count(text) == 1 for text in texts)
+    assert ("traced anew" in caplog.text) == decides
+    assert ("ran exactly" in caplog.text) == bool(texts)
+    if texts:
+        assert_same(module, fit(make, 0)[0])
 
 
 def test_what_is_named_must_exist() -> None:

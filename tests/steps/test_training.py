@@ -191,7 +191,7 @@ def test_what_is_lost(gradients: list[Tensor] | None, is_lost: bool) -> None:
     outputs = [torch.zeros(2), torch.tensor([torch.inf if gradients is None else 1.0])]
     state = PassState()
     state.begin()
-    state.end_forward(0, outputs)
+    state.end_forward(0, outputs, lambda: None)
     if gradients is None:
         assert not state.is_lost  # its gradients may yet be finite
         state.abandon()
