@@ -7,7 +7,6 @@ refused below: optimizers, callbacks, loss scaling.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -107,13 +106,8 @@ class EngineHost:
                 "micro-batch",
                 "Leave it out, or use LayerNorm or GraphNorm.",
             )
-        self._patched.enter_context(warnings.catch_warnings())
         if not self._replicas.are_several:
             self._patched.enter_context(_compat.keep_samplers(trainer))
-            # All ranks log the same values.
-            warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist")
-        if not trainer.is_global_zero:  # the first rank shows them
-            warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")
         if is_fitting and options.idle_in_one_chunk and trainer.is_global_zero:
             names = ", ".join(options.idle_in_one_chunk)
             log.warning("With num_chunks=1 these options have no effect: %s.", names)

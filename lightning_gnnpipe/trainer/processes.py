@@ -15,6 +15,7 @@ import random
 import signal
 import sys
 import time
+import warnings
 import zlib
 from collections.abc import Mapping
 from datetime import timedelta
@@ -193,6 +194,12 @@ class Processes:
         end_groups_at_exit(is_new=is_new)
         if is_new:
             self._transport = None  # its groups have ended
+            # Once a process, since a new filter has Python show all warnings again.
+            if self._options.data_parallel == 1:  # all ranks log the same values
+                advice = r"It is recommended to use `self\.log\(.*sync_dist"
+                warnings.filterwarnings("ignore", advice)
+            if self._strategy.global_rank:  # the first rank shows them
+                warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")
         set_group_timeout(self._options.timeout)
         return backend
 
