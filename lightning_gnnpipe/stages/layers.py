@@ -93,7 +93,8 @@ class Layers:
         by_name: dict[str, Any] = dict(zip(self.outputs, tensors, strict=True))
         if self.head is None:
             return _thaw(fx.node.map_arg(self.output_template, lambda node: by_name[node.name]))
-        by_name |= {f"leaf_{i}": leaf for i, leaf in enumerate(call.leaves)} | call.numbers
+        by_name |= {f"leaf_{i}": leaf for i, leaf in enumerate(call.leaves)}
+        by_name |= call.numbers
         given = [by_name[name] for name in self.head.inputs]
         if self.head.has_inplace:
             floating = [isinstance(one, Tensor) and one.is_floating_point() for one in given]
