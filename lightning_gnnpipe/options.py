@@ -55,7 +55,7 @@ _OTHER_VALUES: dict[str, Any] = {
     "balance": object,
     "history_dtype": (torch.dtype, type(None)),
 }
-_OF_CHUNKS = ("partition", "cross_chunk_edges", "cuda_graphs")
+_OF_CHUNKS = ("partition", "cross_chunk_edges", "cuda_graphs", "exact_in_chunks")
 _OF_ROWS = ("staleness", "history_dtype", "history_device")
 
 
@@ -82,6 +82,7 @@ class StrategyOptions:
     history_dtype: torch.dtype | DtypeName | None = None
     history_device: torch.device | str | None = None
     cuda_graphs: bool = False
+    exact_in_chunks: bool = False
     self_check: bool = True
     timeout: timedelta = timedelta(minutes=10)
     start_method: StartMethod = "popen"
@@ -174,6 +175,15 @@ class StrategyOptions:
             names, why = ("cut_codec", "repeat_encoder"), "there is only one stage"
             self._refuse_given(names, "num_stages=1", why, "use num_stages='auto'")
 
+        for name in filter(self._is_given, ("graph_parallel", "cross_chunk_edges")):
+            if self.exact_in_chunks:
+                setting = f"{name}={getattr(self, name)!r}"
+                _refuse(
+                    f"'exact_in_chunks' to be left out with {setting}",
+                    True,
+                    "It needs the whole graph, with all edges, on each stage. Leave it out, or "
+                    f"{name}.",
+                )
         for name in filter(self._is_given, ("recompute", "graph_parallel", "history_device")):
             setting = f"{name}={getattr(self, name)!r}"
             why, use = f"chunks with {name} are not captured", f"leave out {name}"

@@ -108,6 +108,9 @@ class GNNPipeStrategy(LightningStrategy):
         cuda_graphs: Replay a chunk's forward, and its backward, by one launch each (CUDA graphs):
             for many chunks of small layers. Not tested on a GPU yet. Steps that a StalenessMonitor
             records run without.
+        exact_in_chunks: Run exact passes, those of training (the first, warm-up) and evaluation,
+            layer by layer over the chunks instead of on the whole graph at once: the same numbers
+            but for dropout in training, in less memory, more time.
         self_check: Compare the module in chunks with the whole module on a small graph before
             training, forward and backward, and refuse it where they differ.
         timeout: Longest wait for another rank before the run ends.
@@ -146,6 +149,7 @@ class GNNPipeStrategy(LightningStrategy):
         history_dtype: torch.dtype | DtypeName | None = None,
         history_device: torch.device | str | None = None,
         cuda_graphs: bool = False,
+        exact_in_chunks: bool = False,
         self_check: bool = True,
         timeout: timedelta = timedelta(minutes=10),
         start_method: StartMethod = "popen",

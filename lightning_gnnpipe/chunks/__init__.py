@@ -7,6 +7,7 @@ from lightning_gnnpipe.chunks.costs import (
     measure_costs,
     now,
 )
+from lightning_gnnpipe.chunks.exact import ExactStep, exact_context
 from lightning_gnnpipe.chunks.inputs import BatchInputs, PassInputs, PlannedInputs
 from lightning_gnnpipe.chunks.step import (
     PassSpec,

@@ -59,6 +59,7 @@ class PassSpec:
         recompute: Whether backward recomputes activations.
         codecs: Codecs of messages between stages.
         captured: Runs chunks as CUDA graphs, if asked for.
+        by_layer: Whether all chunks run a layer before any runs the next; see `ExactStep`.
     """
 
     stage: Stage
@@ -73,6 +74,7 @@ class PassSpec:
     recompute: bool
     codecs: Codecs
     captured: CapturedChunks | None = None
+    by_layer: bool = False
 
 
 class Step:
@@ -314,7 +316,7 @@ def run_recomputed(
         group: Sequence[Segment], names: list[str], outputs: list[str], tape: Tape, *tensors: Any
     ) -> tuple[Tensor, ...]:
         local = dict(zip(names, tensors, strict=True))
-        with context.taped(tape), _kept_buffers(group if tape.is_replay else ()):
+        with context.taped(tape), kept_buffers(group if tape.is_replay else ()):
             run_segments(group, local, chunk, context, seed_of, unread_after(group, outputs))
         tape.is_replay = True
         return tuple(local[name] for name in outputs)
@@ -333,7 +335,7 @@ def run_recomputed(
 
 
 @contextmanager
-def _kept_buffers(segments: Sequence[Segment]) -> Iterator[None]:
+def kept_buffers(segments: Sequence[Segment]) -> Iterator[None]:
     """Restore buffers after the block: the first run has updated running statistics."""
     kept = [(b, b.clone()) for segment in segments for b in segment.module.buffers()]
     try:

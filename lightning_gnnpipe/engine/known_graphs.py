@@ -193,7 +193,7 @@ class GraphCache:
         cut = self._graphs.get((fingerprint, True))
         if cut is not None and cut.is_complete:
             return cut
-        return self._get(fingerprint, inputs, is_cut=False)
+        return self._get(fingerprint, inputs, is_cut=self._options.given.exact_in_chunks)
 
     def is_cut(self, inputs: Inputs) -> bool:
         """Whether training may use several chunks or shards for this graph."""

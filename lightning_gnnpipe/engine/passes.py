@@ -20,12 +20,14 @@ from lightning_gnnpipe.calls import Call, Inputs
 from lightning_gnnpipe.chunks import (
     BatchInputs,
     CapturedChunks,
+    ExactStep,
     PassInputs,
     PassSpec,
     PlannedInputs,
     Step,
     StepCosts,
     can_capture,
+    exact_context,
     measure_costs,
     own_random_stream,
 )
@@ -153,10 +155,14 @@ class Passes:
         if isinstance(context.store, SharedStore):
             is_synchronous = is_exact or self._controls.is_synchronous
             context.store.begin_pass(self._messages[is_exact], is_synchronous=is_synchronous)
-        plan = graph.plan.whole if is_exact else graph.plan
+        by_layer = is_exact and self._options.given.exact_in_chunks and graph.plan.num_chunks > 1
+        plan = graph.plan.whole if is_exact and not by_layer else graph.plan
         seed = self._options.seed
         order = chunk_order(plan.num_chunks, epoch=self._seeds.step_index, seed=seed)
-        return self._spec(mode, plan, order, inputs, context, is_exact, is_training)
+        if by_layer:
+            context = exact_context(plan, context)
+        spec = self._spec(mode, plan, order, inputs, context, is_exact, is_training)
+        return replace(spec, by_layer=True, recompute=True) if by_layer else spec
 
     def over_batch(
         self, mode: Mode, call: Call, inputs: Inputs, *, is_exact: bool, is_training: bool
@@ -202,7 +208,7 @@ class Passes:
             own_random_stream(self._transport.world.device) as has_drawn,
             torch.no_grad(),
         ):
-            return Step(spec).forward(), has_drawn()
+            return (ExactStep if spec.by_layer else Step)(spec).forward(), has_drawn()
 
     def _plan_batch(self, inputs: Inputs) -> BatchPlan:
         """Return `num_chunks` micro-batches, or one per graph with nodes if there are fewer."""

@@ -6,7 +6,7 @@ All these norms scale and shift channels: `Formula` computes both from mean and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.graph import Chunk
 from lightning_gnnpipe.passing import CallKey, MessageContext, Replacement
 from lightning_gnnpipe.passing.edges import WHOLE
-from lightning_gnnpipe.staleness import RowMoments, ShardLink, float_of
+from lightning_gnnpipe.staleness import ExactStore, RowMoments, ShardLink, float_of
 from lightning_gnnpipe.staleness.moments import ALL_MEAN, KEPT, MEAN, NORM_MEAN, NORM_VAR, VAR
 
 # From a norm, and mean and variance `[channels]`, to scale (None for 1) and shift `[channels]`.
@@ -142,6 +143,8 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
             return result
         if context.live is not None:
             result = _normalize(norm, x, *context.live[key])
+        elif isinstance(store, ExactStore):
+            result = _normalize_exactly(norm, x, key, store, context)
         else:
             moments = store.moments.of(key, x)
             # The number of messages may differ between steps (dropped edges), that of nodes not.
@@ -165,7 +168,10 @@ def _replace_running(norm: Any, rows: Tensor, key: CallKey, context: MessageCont
     """Replace running statistics by statistics of all rows, unless they are frozen."""
     if norm.running_mean is None or not norm.track_running_stats or norm.momentum == 0:
         return
-    if context.store is not None:  # on shards
+    if isinstance(context.store, ExactStore):
+        given = {"are_messages": context.is_passing}
+        mean, var, count = context.store.statistics(key, context.at.chunk, rows, **given)
+    elif context.store is not None:  # on shards
         mean, var, count = context.store.moments.keep(key, rows, None)
     else:
         rows = rows.to(float_of(rows.dtype))
@@ -315,6 +321,42 @@ def _prepare(norm: Any, moments: RowMoments) -> tuple[Tensor, ...]:
     by_kept = moments.table[:, KEPT] * by_square
     of_weight = by_square * by_var + by_kept * by_mean
     return by_root, of_weight, mean_scale * by_mean, by_kept, -moments.table[:, ALL_MEAN]
+
+
+def _normalize_exactly(
+    norm: Any, rows: Tensor, key: CallKey, store: ExactStore, context: MessageContext
+) -> Tensor:
+    """Normalise a chunk's rows by the statistics of all rows, as the norm itself would."""
+    given = store, key, context.at.chunk, context.is_passing
+    mean, var, count = cast(Any, _OfAllChunks).apply(rows, *given)
+    if store.is_first(key) and not context.is_refresh:
+        update_running(norm, mean, var, count)
+    of_weights = () if type(norm) in _SCALED[:2] else (p.dtype for p in norm.parameters())
+    dtype = context.dtypes[key] = reduce(torch.promote_types, of_weights, rows.dtype)
+    return _normalize(norm, rows, mean, var).to(dtype)
+
+
+class _OfAllChunks(torch.autograd.Function):
+    """Return mean, variance and number of all rows; backward waits for all chunks as well."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, store: ExactStore, key: CallKey, chunk: Chunk, are_messages: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mean, var, count = store.statistics(key, chunk, rows, are_messages=are_messages)
+        ctx.save_for_backward(rows)
+        ctx.all = store, key, chunk, mean, count
+        ctx.mark_non_differentiable(count)
+        return mean.clone(), var.clone(), count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_mean: Tensor, of_var: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        store, key, chunk, mean, count = ctx.all
+        of_mean, of_var = store.sum_grads(key, chunk, torch.stack([of_mean, of_var]))
+        (rows,) = ctx.saved_tensors
+        grad = (of_mean + 2 * (rows - mean) * of_var) / count
+        return grad.to(rows.dtype), None, None, None, None
 
 
 class _SumOverShards(torch.autograd.Function):

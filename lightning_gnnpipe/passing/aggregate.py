@@ -188,8 +188,7 @@ class BoundSum:
             return multiply(self.adjacency.block(self.chunk, grad.dtype, by_source=True), grad)
         if self.chunk.is_whole:
             return self._give_back(grad)
-        buffer = self.store.grads(self.key)
-        table = buffer.add_output(self.chunk, grad)
+        buffer, table = self.store.add_output(self.key, self.chunk, grad)
         done = None if buffer.kept is None else self.store.order
         return self._give_back(table, self.store.linear_scale, done).to(grad.dtype)
 

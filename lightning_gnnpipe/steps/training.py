@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_gnnpipe._compat_torch import fills_grad_of
 from lightning_gnnpipe.chunks import (
+    ExactStep,
     PassSpec,
     PipelineStats,
     RankRecord,
@@ -107,7 +108,7 @@ class TrainingPass:
         is_exact: bool,
     ) -> None:
         self._spec, self._store, self._model = spec, store, model
-        self._step = Step(spec)
+        self._step = (ExactStep if spec.by_layer else Step)(spec)
         self._sums = model.gradient_sums(mode)
         self._is_done = False
         self.is_exact = is_exact

@@ -32,6 +32,7 @@ def one_process_engine(
     num_shards: int = 1,
     cross_edges: CrossChunkEdges = "keep",
     cuda_graphs: bool = False,
+    exact_in_chunks: bool = False,
 ) -> PipelineEngine:
     """Return an engine that trains `module` in the chunks of `partition`, `[num_nodes]`.
 
@@ -46,6 +47,7 @@ def one_process_engine(
         graph_parallel=num_shards,
         cross_chunk_edges=cross_edges,
         cuda_graphs=cuda_graphs,
+        exact_in_chunks=exact_in_chunks,
         recompute=recompute,
         history_dtype=history_dtype,
         history_device=history_device,

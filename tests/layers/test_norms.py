@@ -193,10 +193,10 @@ def by_chunk(norm: nn.Module, now: Tensor, then: Tensor, turn: Tensor) -> Tensor
 
 
 @pytest.mark.some_cases(2)
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("option", ["self_check", "recompute", "exact_in_chunks"])
 @pytest.mark.parametrize("name", MAKE)
-def test_norm_on_chunks_equals_the_oracle(name: str, recompute: bool) -> None:
-    steps = Steps(name, recompute=recompute)
+def test_norm_on_chunks_equals_the_oracle(name: str, option: str) -> None:
+    steps = Steps(name, **{option: True})
     net, reference, graph = steps.net, steps.plain, steps.graph
     check_support(net, num_chunks=CHUNKS)
     oracle = Oracle(reference)
@@ -208,10 +208,11 @@ def test_norm_on_chunks_equals_the_oracle(name: str, recompute: bool) -> None:
         move(reference, 0.05)
 
 
+@pytest.mark.parametrize("in_chunks", [False, True])
 @pytest.mark.parametrize("name", TRACKED)
-def test_running_statistics_are_those_of_full_batch_training(name: str) -> None:
+def test_running_statistics_are_those_of_full_batch_training(name: str, in_chunks: bool) -> None:
     """Each step counts once, with the mean and the unbiased variance of all rows that it saw."""
-    steps = Steps(name)
+    steps = Steps(name, exact_in_chunks=in_chunks)
     for number in range(4):  # nothing moves, so stale and whole are the same
         steps.run(number)
         steps.expected()
@@ -220,10 +221,13 @@ def test_running_statistics_are_those_of_full_batch_training(name: str) -> None:
     assert_same(steps.evaluate(is_validating=False), steps.expected())
 
 
+@pytest.mark.parametrize("in_chunks", [False, True])
 @pytest.mark.parametrize("name", TRACKED)
-def test_validation_replaces_running_statistics_after_pipelined_steps(name: str) -> None:
+def test_validation_replaces_running_statistics_after_pipelined_steps(
+    name: str, in_chunks: bool
+) -> None:
     """Each norm then has those of the rows that an exact pass gives it, behind the norms before."""
-    steps = Steps(name)
+    steps = Steps(name, exact_in_chunks=in_chunks)
     for number in range(3):
         steps.run(number, moves=0.1)
     steps.plain.load_state_dict(steps.net.state_dict())

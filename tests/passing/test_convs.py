@@ -176,13 +176,14 @@ def next_order(engine: PipelineEngine) -> tuple[int, ...]:
 
 
 @pytest.mark.some_cases(2)
+@pytest.mark.parametrize("exact_in_chunks", [False, True])
 @pytest.mark.parametrize("case", [*CASES, *OWN], ids=name_of)
-def test_p4_conv_in_the_pipeline_equals_the_oracle(case: ConvCase) -> None:
+def test_p4_conv_in_the_pipeline_equals_the_oracle(case: ConvCase, exact_in_chunks: bool) -> None:
     """An exact step equals PyG, a step in chunks behind it as well; a stale one the oracle."""
     batch = make_batch(case=case)
     net, inputs = ConvNet(case, batch), list(batch.values())
     oracle = StaleOracle(net, PARTITION)
-    engine = one_process_engine(net, partition=PARTITION)
+    engine = one_process_engine(net, partition=PARTITION, exact_in_chunks=exact_in_chunks)
     check_support(net, num_chunks=3)
     expected = oracle.exact(*inputs)
     assert_same(expected, net(*inputs))
@@ -193,6 +194,8 @@ def test_p4_conv_in_the_pipeline_equals_the_oracle(case: ConvCase) -> None:
         if not by:
             assert_same(expected, net(*inputs))
         assert_step(engine, batch, net, expected)
+    with torch.no_grad():
+        assert_same(engine.forward((), batch), net(*inputs))
 
 
 def test_every_conv_is_exact_or_refused() -> None:

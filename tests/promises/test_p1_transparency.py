@@ -22,7 +22,7 @@ from tests.helpers.launch import (
     run_fit,
     run_plain,
 )
-from tests.helpers.modules import NETS, ReferenceModule
+from tests.helpers.modules import NETS, NORMED_NETS, ReferenceModule
 
 NUM_STEPS = 5
 
@@ -94,6 +94,18 @@ def test_stages_and_shards_equal_plain_lightning(
         assert_shared_out(piped, plain)
 
 
+@pytest.mark.some_cases(3)
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("name", [*NETS, *NORMED_NETS])
+def test_exact_passes_in_chunks_equal_plain_lightning(
+    name: str, num_stages: int, tmp_path: Path
+) -> None:
+    options = {"num_stages": num_stages, "strategy_kwargs": {"exact_in_chunks": True}}
+    piped, plain = fit_both(name, "all", tmp_path, **options)
+    assert_transparent(piped, plain)
+    assert all(step.num_chunks == 5 for step in piped.steps)
+
+
 class ComplexModule(ReferenceModule):
     """A complex value crosses the cut; two complex outputs, of which the loss reads one."""
 
@@ -140,6 +152,8 @@ def test_complex_values_and_outputs(num_stages: int, tmp_path: Path) -> None:
         ("gcn", 1, 1, {}),
         ("edge", 1, 1, {}),
         ("gat_jk", 2, 1, {}),
+        ("gat_jk", 1, 1, {"exact_in_chunks": True}),
+        ("gcn", 2, 1, {"exact_in_chunks": True}),
         ("gcn", 1, 1, {"cross_chunk_edges": "drop"}),
         ("gcn", 2, 1, {"cross_chunk_edges": "drop"}),
         ("gcn", 1, 2, {"cross_chunk_edges": "drop"}),
