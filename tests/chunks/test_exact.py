@@ -65,7 +65,6 @@ def test_less_is_alive(trains: bool) -> None:
         return watched
 
     whole, chunks = watch(False), watch(True)
-    print(chunks.most, whole.most, chunks.largest, whole.largest)
     assert chunks.most < whole.most / 2
     assert chunks.largest < whole.largest / 4
 
