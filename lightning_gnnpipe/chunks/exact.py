@@ -69,7 +69,9 @@ class ExactStep(Step):
             self._run_all("forward", partial(self._compute_layer, segment, unread, values))
             self._store.end_layer(keeps_rows=True)
         outputs = [
-            torch.empty((spec.inputs.num_places(v), *v.row_shape), dtype=v.dtype, device=self._device)
+            torch.empty(
+                (spec.inputs.num_places(v), *v.row_shape), dtype=v.dtype, device=self._device
+            )
             for v in spec.outputs
         ]
         for chunk in self._chunks(spec.order):
@@ -137,7 +139,11 @@ class ExactStep(Step):
         return values
 
     def _compute_layer(
-        self, segment: Segment, unread: Sequence[str], by_chunk: dict[int, dict[str, Any]], chunk: Chunk
+        self,
+        segment: Segment,
+        unread: Sequence[str],
+        by_chunk: dict[int, dict[str, Any]],
+        chunk: Chunk,
     ) -> None:
         values = by_chunk[chunk.index]
         found = self._run(segment, chunk, self._differentiable(segment, values))

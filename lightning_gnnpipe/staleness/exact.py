@@ -53,7 +53,9 @@ class ExactStore(HistoryStore):
         self._gather(("grad", key), chunk, own.new_empty(0))
         return super().add_grad(key, chunk, own, is_linear=is_linear)
 
-    def add_output(self, key: Hashable, chunk: Chunk, grad: Tensor) -> tuple[GradientBuffer, Tensor]:
+    def add_output(
+        self, key: Hashable, chunk: Chunk, grad: Tensor
+    ) -> tuple[GradientBuffer, Tensor]:
         found = super().add_output(key, chunk, grad)
         self._gather(("grad", key), chunk, grad.new_empty(0))
         return found

@@ -291,7 +291,9 @@ class HistoryStore:
     def grads(self, key: Hashable) -> GradientBuffer:
         return self._entries[key].grads
 
-    def add_output(self, key: Hashable, chunk: Chunk, grad: Tensor) -> tuple[GradientBuffer, Tensor]:
+    def add_output(
+        self, key: Hashable, chunk: Chunk, grad: Tensor
+    ) -> tuple[GradientBuffer, Tensor]:
         """Write the gradient of a linear layer's outputs; return the buffer and its table."""
         buffer = self._entries[key].grads
         return buffer, buffer.add_output(chunk, grad)

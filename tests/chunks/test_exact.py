@@ -73,7 +73,11 @@ def test_the_same_under_autocast() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.norm, self.last = gnn.GATConv(D, D), gnn.GraphNorm(D), gnn.SAGEConv(D, D)
+            self.first, self.norm, self.last = (
+                gnn.GATConv(D, D),
+                gnn.GraphNorm(D),
+                gnn.SAGEConv(D, D),
+            )
 
         def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
             return self.last(self.norm(self.first(x, edge_index)).relu(), edge_index)
