@@ -82,7 +82,7 @@ class Codecs(NamedTuple):
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 class Parcel:
