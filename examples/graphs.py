@@ -1,4 +1,4 @@
-"""The graphs of the examples, by name: digits (comes with scikit-learn), and public benchmarks.
+"""The graphs of the examples, by name: communities (made), digits (of scikit-learn), public ones.
 
 Public data sets are read from ``root`` if it is given, a folder laid out as
 ``<PyG class>/<data set>/raw``; it may be read-only, because its files are linked into a cache
@@ -21,7 +21,10 @@ from torch_geometric.data import Data, Dataset
 from torch_geometric.transforms import NormalizeFeatures
 from torch_geometric.utils import to_undirected
 
-NUM_NEIGHBOURS = 10
+from lightning_gnnpipe.synthetic import make_communities
+
+NUM_NEIGHBOURS = 10  # of an image of digits
+NUM_NODES = 10_000  # of the communities
 
 # Data sets of each PyG class, and how it is built; bags of words are scaled to sum to one.
 Builder = Callable[..., Dataset]
@@ -43,7 +46,9 @@ FAMILIES: dict[str, tuple[Builder, tuple[str, ...]]] = {
 
 
 def load_graph(name: str, root: str | None = None) -> Data | Dataset:
-    """Return the graph ``name``, whatever its case: ``digits``, ``Cora``, ``ogbn-arxiv``, ..."""
+    """Return the graph ``name``, whatever its case: ``communities``, ``digits``, ``Cora``, ..."""
+    if name.lower() == "communities":
+        return make_communities(NUM_NODES)
     if name.lower() == "digits":
         return load_digits_graph()
     cache_dir().mkdir(parents=True, exist_ok=True)
@@ -60,7 +65,9 @@ def load_public_graph(name: str, root: str | None) -> Data | Dataset:
             if name.lower() == member.lower():
                 return build(root=str(link_raw_files(family, member, root)), name=member)
     known = ", ".join(member for _, members in FAMILIES.values() for member in members)
-    raise ValueError(f"Expected a data set among digits, {known}, ogbn-* (got {name!r}).")
+    raise ValueError(
+        f"Expected a data set among communities, digits, {known}, ogbn-* (got {name!r})."
+    )
 
 
 def load_ogb_graph(name: str, folder: Path) -> Dataset:

@@ -30,7 +30,7 @@ MAX_CALLS_OF_A_STEP = 1_800
 # Folders and files, from the bottom up: each may import those before it, none behind it.
 LINE = (
     *("errors", "types", "_compat_torch", "_compat_pyg"),
-    *("user_code", "models"),
+    *("user_code", "models", "synthetic"),
     *("graph", "datamodule", "staleness", "codecs", "options", "passing", "calls", "comm"),
     *("layers", "stages", "methods", "chunks", "report"),
     *("selfcheck", "steps"),

@@ -49,9 +49,11 @@ def run(script: str, monkeypatch, capsys, *options: str) -> str:
     return capsys.readouterr().out
 
 
-def test_quickstart_trains_twice_prints_the_table_and_draws_the_timeline(tmp_path):
+def test_quickstart_trains_thrice_prints_the_table_and_draws_the_timeline(tmp_path):
     """Two processes, a table, a picture."""
-    text = run_alone("quickstart", tmp_path, "--layers=6", "--hidden=16", "--epochs=30")
+    text = run_alone(
+        "quickstart", tmp_path, "--dataset=digits", "--layers=6", "--channels=16", "--epochs=30"
+    )
     for accuracy in cells(text, "test accuracy"):
         assert float(accuracy.rstrip("%")) > 80
     assert all(float(seconds) > 0 for seconds in cells(text, "seconds an epoch"))
@@ -59,9 +61,9 @@ def test_quickstart_trains_twice_prints_the_table_and_draws_the_timeline(tmp_pat
     encoder = 64 * 16 + 16 + 2  # what both stages compute, with a number for each of two weights
     others = 6 * (16 * 16 + 1) + 16 * 10 + 10 + 2
     expected = 2 * 1797 * 16 * 4 + 1797 * 10 * 4 + (2 * encoder + others) * 4
-    assert measured == formula == ["0", f"{expected:,}"]
-    assert cells(text, "graph parallel, 2 METIS parts")[1] != "0"
-    assert cells(text, "(S - 1) / (K + S - 1)")[1] == "11.1%"
+    assert measured == formula == ["0", "0", f"{expected:,}"]
+    assert cells(text, "graph parallel, 2 METIS parts")[2] != "0"
+    assert cells(text, "(S - 1) / (K + S - 1)")[2] == "11.1%"
     assert (tmp_path / "timeline_epoch_29.png").read_bytes().startswith(b"\x89PNG")
 
 
