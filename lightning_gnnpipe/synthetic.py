@@ -23,7 +23,7 @@ def make_communities(
 ) -> Data:
     """Return a graph of communities on a ring: neighbours are near, and mostly of one class.
 
-    The features of one node say little about its class; those of its surroundings do.
+    The features of one node say little about its class; its surroundings say more.
 
     Args:
         num_nodes: Nodes, N.
