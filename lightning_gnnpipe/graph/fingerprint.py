@@ -113,7 +113,7 @@ class _Known(NamedTuple):
     fingerprint: int
 
 
-_NUMBER = "_fingerprint"  # attribute of a tensor whose content is known
+_NUMBER = "content_number"  # attribute of a tensor whose content is known
 
 
 def set_number(tensor: Tensor, fingerprint: int) -> Tensor:

@@ -94,7 +94,7 @@ class Layers:
         if self.head is None:
             return _thaw(fx.node.map_arg(self.output_template, lambda node: by_name[node.name]))
         by_name |= {f"leaf_{i}": leaf for i, leaf in enumerate(call.leaves)}
-        by_name |= call.numbers
+        by_name.update(call.numbers)
         given = [by_name[name] for name in self.head.inputs]
         if self.head.has_inplace:
             floating = [isinstance(one, Tensor) and one.is_floating_point() for one in given]
