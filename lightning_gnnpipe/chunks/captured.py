@@ -8,8 +8,9 @@
                       read them; replay; gradients are read where the graphs wrote them
 
 A chunk runs the same operations on the same memory in each step; what depends on the order of
-chunks stands in small tensors, written before the first replay (`MessageContext.prepare`). A
-replay runs no Python, so `HistoryStore.note` repeats the package's bookkeeping of the chunk.
+chunks stands in small tensors, written before the first replay (`StepOrder.set`, and
+`MessageContext.prepare`). A replay runs no Python, so `HistoryStore.note` repeats the package's
+bookkeeping of the chunk.
 
 Memory: graphs of one pool may overwrite each other's results unless they are replayed in the order
 of capture. The order of chunks is new in each step, so each chunk has a pool of its own, for its

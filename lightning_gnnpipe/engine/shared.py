@@ -1,7 +1,7 @@
 """Histories with graph parallelism: ranks exchange rows when they write them.
 
     push       own rows -> history; boundary rows -> ghosts on other ranks, theirs -> our ghosts
-    pull       from own rows and ghosts, as on one rank
+    read       own rows and ghosts, as on one rank
     add_grad   gradients of ghosts -> their owners, which add them to their own
 
 A ghost is a local copy of another shard's row. Ghosts in the same chunk are fresh, so their
@@ -107,17 +107,11 @@ class SharedStore(HistoryStore):
         is_rounded = chunk.is_whole and self.options.dtype is not None
         return not self._keeps_rows or (is_rounded and not self._is_async)
 
-    def read(self, key: Hashable, chunk: Chunk) -> Tensor:
-        """Return all rows, own and ghosts, `[num_rows, *]`."""
+    def read(self, key: Hashable, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
+        """Return all rows, own and ghosts, `[num_rows, *]`, and their drift."""
         if self._keeps_table(chunk) and self._table is not None and self._table[0] == key:
-            return self._table[1]
+            return self._table[1], None
         return super().read(key, chunk)
-
-    def pull(self, key: Hashable, chunk: Chunk, out: Tensor) -> None:
-        if not self._keeps_table(chunk):
-            super().pull(key, chunk, out)
-        else:
-            torch.index_select(self.read(key, chunk), 0, chunk.halo, out=out)
 
     def push_grad(self, key: Hashable, chunk: Chunk, grad: Tensor) -> None:
         near = self._near_halo(chunk)
@@ -224,7 +218,7 @@ class SharedMoments(MomentStore):
     def __init__(
         self, num_chunks: int, sum_over_shards: Callable[[Tensor], Tensor], *, keeps: bool
     ) -> None:
-        super().__init__(num_chunks)
+        super().__init__(num_chunks, sum_over_shards)
         self._sum, self._keeps = sum_over_shards, keeps
 
     def keep(

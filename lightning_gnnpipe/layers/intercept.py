@@ -37,6 +37,8 @@ from lightning_gnnpipe.passing import (
     replace_attributes,
 )
 
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
 
 def find_convs(module: nn.Module) -> dict[str, MessagePassing]:
     """Return the message-passing layers of `module` by name."""
@@ -205,7 +207,7 @@ def _wrap(
                 "its nodes.\nBuild two layers in __init__, one of them with flow="
                 "'target_to_source', and leave self.flow as it is."
             )
-        call = context.next_call(name)
+        call = next(context.calls[name])
         if rule is not None and not is_upstream:
             rows = kwargs.get(ROWS)
             rows = rows[0] if isinstance(rows, tuple | list) else rows
@@ -213,38 +215,31 @@ def _wrap(
             summed = context.weighted_sum(name, call, rule, edge_index, rows, weight)
             if summed is not None:
                 return summed
-        entries = context.entries_of(edge_index)
-        if not context.chooses_edges:
-            return pass_messages(call, edge_index, kwargs)
-        with context.along(edge_index if entries is None else entries.edges):
-            return pass_messages(call, edge_index, kwargs)
-
-    def pass_messages(call: int, edge_index: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        chunk, wide = context.at.chunk, dict(kwargs)
-        for argument in sources & kwargs.keys():
-            wide[argument] = widen(call, argument, kwargs[argument])
-        size = (chunk.num_nodes + chunk.num_halo, chunk.num_nodes)
-        replaced: AbstractContextManager[None] = nullcontext()
+        along, replaced, wide = _NOTHING, _NOTHING, dict(kwargs)
+        if context.chooses_edges:
+            entries = context.entries_of(edge_index)
+            along = context.along(edge_index if entries is None else entries.edges)
         if own := {key: kwargs[key] for key in kept & kwargs.keys()} if kept else {}:
             update = conv.update  # which reads rows of the chunk's nodes alone
             narrow = {"update": lambda out, **given: update(out, **{**given, **own})}
             replaced = replace_attributes(conv, narrow)
-        context.is_passing = True
-        try:
-            with replaced:
+        with along, replaced:
+            chunk = context.at.chunk
+            for argument in sources & kwargs.keys():
+                value = kwargs[argument]  # a tensor, or a (source, target) pair
+                is_pair = isinstance(value, tuple | list)
+                source, target = value if is_pair else (value, value)
+                if isinstance(source, Tensor):
+                    place = name, call, argument
+                    rows = context.widen(*place, source, conv.node_dim, is_linear=rule is not None)
+                    is_pair = is_pair or argument in by_target
+                    wide[argument] = (rows, target) if is_pair else rows
+            context.is_passing = True
+            try:
+                size = (chunk.num_nodes + chunk.num_halo, chunk.num_nodes)
                 return original(edge_index, size=size, **wide)
-        finally:
-            context.is_passing = False
-
-    def widen(call: int, argument: str, value: Any) -> Any:
-        """Widen the source side of an argument: a tensor, or a (source, target) pair."""
-        is_pair = isinstance(value, tuple | list)
-        source, target = value if is_pair else (value, value)
-        if not isinstance(source, Tensor):
-            return value
-        place = name, call, argument
-        wide = context.widen(*place, source, conv.node_dim, is_linear=rule is not None)
-        return (wide, target) if is_pair or argument in by_target else wide
+            finally:
+                context.is_passing = False
 
     return run
 

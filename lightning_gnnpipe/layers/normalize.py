@@ -145,7 +145,7 @@ def _by_degrees(context: MessageContext, edge_index: Tensor, weight: Tensor) -> 
     source, target = edge_index
     root = scatter(weight, target, 0, context.at.chunk.num_nodes, reduce="sum").pow(-0.5)
     own = root.masked_fill(root == float("inf"), 0.0)
-    wide = context.widen("gcn_norm", context.next_call("gcn_norm"), "degree", own)
+    wide = context.widen("gcn_norm", next(context.calls["gcn_norm"]), "degree", own)
     return wide[source] * weight * wide[target]
 
 
@@ -248,11 +248,13 @@ def _loops(
     local = function
     if function is not remove_self_loops:
         local = partial(_local_loops, context, function)
-    given, results = (*options, *named.items()), None
+    given, known = (*options, *named.items()), None
     if edge_attr is None and context.at.place != WHOLE:
-        results = context.at.results_of(edge_index)
-    if results is None or isinstance(named.get("fill_value"), Tensor):
+        known = context.at.results.get(id(edge_index))
+    is_varied = isinstance(named.get("fill_value"), Tensor)
+    if known is None or known[0] is not edge_index or is_varied:
         return local(edge_index, edge_attr, *options, **named)
+    results = known[1]
     if (function, given) not in results:
         with torch.inference_mode(False):
             found = results[function, given] = local(edge_index, None, *options, **named)

@@ -101,7 +101,7 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
     @context.in_layer
     def run(*args: Any, **kwargs: Any) -> Tensor:
         store, tape, is_whole = context.store, context.tape, context.at.place == WHOLE
-        shards = None if store is None else store.shards
+        shards = store.shards if is_whole and store is not None else None
         is_replay = tape is not None and tape.is_replay
         x, *more = (*args, *kwargs.values())
         if more:
@@ -110,7 +110,7 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
                 more = [one for one in more if not _means_one_graph(one)]
         if kind is gnn.GraphSizeNorm and store is not None and not more:
             return x * context.at.whole.num_nodes**-0.5
-        uses_statistics = _uses_statistics(norm)
+        uses_statistics = norm.training or _uses_statistics(norm)
         if name in context.replaced and not uses_statistics:
             _replace_running(norm, x, context.next_key(name), context)
         is_part = shards is not None or not is_whole
@@ -151,7 +151,7 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
             chunk = context.at.chunk
             moments.is_of_messages = context.is_passing or x.size(0) != chunk.num_nodes
             moments.prepare = prepare
-            result = _normalize_part(norm, x, _Part(moments, chunk.index, shards))
+            result = _normalize_part(norm, x, _Part(moments, chunk.index))
         return result.to(context.dtypes.get(key, result.dtype))
 
     return run
@@ -201,7 +201,6 @@ class _Part(NamedTuple):
 
     moments: RowMoments
     chunk: int
-    shards: ShardLink | None
 
 
 def _normalize_part(norm: Any, rows: Tensor, part: _Part) -> Tensor:
@@ -227,18 +226,18 @@ class _Estimated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, part: _Part) -> tuple[Tensor, Tensor, Tensor]:
-        moments, chunk, shards = ctx.part = part
-        ctx.save_for_backward(moments.add(chunk, rows, 0.0, shards))
+        moments, chunk = ctx.part = part
+        ctx.save_for_backward(moments.add(chunk, rows, 0.0))
         known, ctx.dtype = moments.table[chunk], rows.dtype
         return rows.view_as(rows), known[MEAN] + moments.center, known[VAR].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, None]:
-        moments, chunk, shards = ctx.part
+        moments, chunk = ctx.part
         by_var, by_mean = moments.factors[:, chunk]
         of_square = (-2 * var, by_var), (-mean, by_mean)
-        shift, slope = moments.add_grad(chunk, -mean, of_square, shards)
+        shift, slope = moments.add_grad(chunk, -mean, of_square)
         (away,) = ctx.saved_tensors
         return torch.addcmul(shift, away, slope).add_(grad).to(ctx.dtype), None
 
@@ -256,8 +255,8 @@ class _ScaledByChannel(torch.autograd.Function):
         eps: float,
         part: _Part,
     ) -> Tensor:
-        moments, chunk, shards = ctx.part = part
-        away, known = moments.add(chunk, rows, eps, shards), moments.table[chunk]
+        moments, chunk = ctx.part = part
+        away, known = moments.add(chunk, rows, eps), moments.table[chunk]
         mean, var = known[MEAN], known[VAR]
         if mean_scale is not None:  # KEPT: what of the mean is not subtracted
             whole = torch.add(mean, moments.center, out=known[ALL_MEAN])
@@ -274,7 +273,7 @@ class _ScaledByChannel(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         away, weight, mean_scale = ctx.saved_tensors
-        moments, chunk, shards = ctx.part
+        moments, chunk = ctx.part
         if grad.size(0):
             own, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
                 grad, away, weight, ctx.mean, ctx.var, None, None, False, 0.0, [True] * 3
@@ -292,7 +291,7 @@ class _ScaledByChannel(torch.autograd.Function):
             of_square = (of_weight, of_first), (scaled, of_second)
         else:
             of_square = (of_weight, of_first), (of_bias, of_second)
-        shift, slope = moments.add_grad(chunk, of_mean, of_square, shards)
+        shift, slope = moments.add_grad(chunk, of_mean, of_square)
         own = own.addcmul_(away, slope).add_(shift).to(ctx.dtype)
         of_weights = (None, None) if weight is None else (of_weight, of_bias)
         return own, *of_weights, of_scale, None, None

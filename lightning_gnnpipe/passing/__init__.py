@@ -1,6 +1,13 @@
 """Message passing on one chunk: rows of other chunks come from histories."""
 
-from lightning_gnnpipe.passing.aggregate import ROWS, CallKey, LinearRule, Tape, linear_rule
+from lightning_gnnpipe.passing.aggregate import (
+    ROWS,
+    BoundHalo,
+    CallKey,
+    LinearRule,
+    Tape,
+    linear_rule,
+)
 from lightning_gnnpipe.passing.context import (
     EdgeLeaves,
     InLayer,

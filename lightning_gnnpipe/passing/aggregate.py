@@ -39,47 +39,70 @@ class Tape:
         self.is_replay = False
 
 
-class PushPull(torch.autograd.Function):
-    """Write (push) a chunk's rows to the history, and append (pull) its halo rows.
+class Exchange(torch.autograd.Function):
+    """Read rows of other chunks as a layer is bound to do, see `BoundHalo` and `BoundSum`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bound: BoundHalo | BoundSum, tape: Tape | None) -> Tensor:
+        ctx.bound = bound
+        return bound.forward(rows, tape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.bound.backward(grad), None, None
+
+
+@dataclass(slots=True, eq=False)
+class BoundHalo:
+    """An argument of a layer bound to one chunk, whose rows it appends halo rows to.
 
     Backward runs over the chunks in reverse order. It adds the halo rows' gradients to a buffer,
     and takes what later chunks added for this chunk's rows. Gradients of stale rows arrive after
     the backward of their chunk, so they are dropped.
+
+    Attributes:
+        is_linear: Whether the layer sums rows with weights.
+        factors: `[num_halo]`, see `StepOrder.halo_by_drift`; each step writes them in place.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        store: HistoryStore,
-        key: CallKey,
-        chunk: Chunk,
-        tape: Tape | None,
-        is_linear: bool,
-    ) -> Tensor:
-        ctx.store, ctx.key, ctx.chunk, ctx.is_linear = store, key, chunk, is_linear
-        if tape is None or not tape.is_replay:
+    key: CallKey
+    chunk: Chunk
+    store: HistoryStore
+    is_linear: bool
+    factors: Tensor | None = None
+
+    def forward(self, rows: Tensor, tape: Tape | None) -> Tensor:
+        """Push the rows, `[num_nodes, *]`; return them with the halo rows, `[num_wide, *]`."""
+        store, key, chunk = self.store, self.key, self.chunk
+        is_replay = tape is not None and tape.is_replay
+        if not is_replay:
             store.push(key, chunk, rows, keeps_old=tape is not None)
         if chunk.num_halo == 0:
             return rows.view_as(rows)
         wide = rows.new_empty((chunk.num_nodes + chunk.num_halo, *rows.shape[1:]))
         wide[: chunk.num_nodes] = rows
         halo = wide[chunk.num_nodes :]
-        if tape is not None and tape.is_replay:
-            store.pull_again(key, chunk, halo)
+        if is_replay:
+            drift = store.read_again(key, chunk, halo)
         else:
-            store.pull(key, chunk, halo)
+            table, drift = store.read(key, chunk)
+            if (table.dtype, table.device) == (halo.dtype, halo.device):
+                torch.index_select(table, 0, chunk.halo, out=halo)  # without a temporary
+            else:
+                store.fetch(table, chunk, halo)
+        if drift is not None:
+            flat = halo.view(halo.size(0), -1)
+            if self.factors is None or self.factors.dtype != flat.dtype:
+                self.factors = store.order.halo_by_drift(chunk, flat)
+            flat.addr_(self.factors, drift.to(flat))
         return wide
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        chunk: Chunk = ctx.chunk
-        own = grad[: chunk.num_nodes]
+    def backward(self, grad: Tensor) -> Tensor:
+        store, key, chunk = self.store, self.key, self.chunk
         if chunk.num_halo:
-            ctx.store.push_grad(ctx.key, chunk, grad[chunk.num_nodes :])
-        every = ctx.store.add_grad(ctx.key, chunk, own, is_linear=ctx.is_linear)
-        return every, None, None, None, None, None
+            store.push_grad(key, chunk, grad[chunk.num_nodes :])
+        return store.add_grad(key, chunk, grad[: chunk.num_nodes], is_linear=self.is_linear)
 
 
 ROWS = "x"
@@ -144,6 +167,11 @@ def linear_rule(conv: MessagePassing) -> LinearRule | None:
 class BoundSum:
     """A weighted sum of a layer bound to one chunk: what stays the same in all steps.
 
+    For layers whose messages are source rows, or rows times a constant weight. Forward pushes the
+    chunk's rows and multiplies the adjacency matrix with the history. It copies no halo rows and
+    stores no messages. Backward multiplies the transposed matrix with a buffer of output gradients.
+    Chunks whose backward has not run are zero there.
+
     Attributes:
         edges: What the layer passes messages along: a tensor, `[2, num_edges]`, or a matrix.
         weight: What it multiplies messages by, `[num_edges]`.
@@ -169,13 +197,12 @@ class BoundSum:
         if not is_replay:
             store.push(key, chunk, rows)
         if chunk.is_whole:
-            table = rows if self.shards is None else store.read(key, chunk).to(rows.dtype)
+            table = rows if self.shards is None else store.read(key, chunk)[0].to(rows.dtype)
             return multiply(self.adjacency.rows(chunk, table.dtype), table)
         if is_replay:
             return store.grads(key).kept_output(chunk).to(rows.dtype)
-        table = store.read(key, chunk)
+        table, drift = store.read(key, chunk)
         output = multiply(self.adjacency.rows(chunk, table.dtype), table).to(rows.dtype)
-        drift = store.drift(key)
         if drift is not None and chunk.num_halo:
             factors = self.adjacency.drift_sums(chunk, store.order, output)
             output.addr_(factors, drift.to(output))
@@ -202,22 +229,3 @@ class BoundSum:
         ghosts = self.shards.ghosts(self.chunk)
         columns = self.adjacency.ghost_columns(self.chunk, ghosts, table.dtype, scale, done)
         return own + self.shards.give_back(self.key, self.chunk, multiply(columns, table))
-
-
-class LinearAggregate(torch.autograd.Function):
-    """Fused, for layers whose messages are source rows, or rows times a constant weight.
-
-    Forward pushes the chunk's rows and multiplies the adjacency matrix with the history. It copies
-    no halo rows and stores no messages. Backward multiplies the transposed matrix with a buffer of
-    output gradients. Chunks whose backward has not run are zero there.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, bound: BoundSum, tape: Tape | None) -> Tensor:
-        ctx.bound = bound
-        return bound.forward(rows, tape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.bound.backward(grad), None, None

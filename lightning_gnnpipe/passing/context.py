@@ -1,8 +1,9 @@
 """Context of intercepted layers: the running chunk, its edges, and the store of histories.
 
 What a layer needs on a chunk is found when it first runs there, and looked up in later steps: the
-edges of its set and direction (`LocalEdges`), and the matrix of its weighted sum (`BoundSum`). Each
-look-up compares the tensors that the layer is given with the tensors of the first time.
+edges of its set and direction (`LocalEdges`), and the matrix of its weighted sum (`BoundSum`) or,
+with PyG's messages, the halo rows of each argument (`BoundHalo`). Each look-up compares what the
+layer is given with the first time.
 
 Each chunk has one halo for all of its edge sets, so local indices mean the same in each. Reversed
 edges have a halo of their own. Each call of a layer has a history of its own, see `CallKey`.
@@ -10,11 +11,13 @@ edges have a halo of their own. Each call of a layer has a history of its own, s
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import wraps
+from itertools import count
 from typing import Any, Protocol, cast
 
 import torch
@@ -25,11 +28,11 @@ from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
 from lightning_gnnpipe.passing.aggregate import (
     ROWS,
+    BoundHalo,
     BoundSum,
     CallKey,
-    LinearAggregate,
+    Exchange,
     LinearRule,
-    PushPull,
     Tape,
 )
 from lightning_gnnpipe.passing.edges import WHOLE, GraphEdges, LocalEdges
@@ -96,11 +99,13 @@ class MessageContext(TapedContext):
         # Whether layers may be given other edges than all edges of the chunk.
         self.chooses_edges = self.edges.are_several
         self._chunks: dict[tuple[int, bool], LocalEdges] = {}
-        self._bound: dict[Hashable, BoundSum] = {}
+        self._sums: dict[Hashable, BoundSum] = {}
+        self._halos: dict[Hashable, BoundHalo] = {}
+        self.exchange: Callable[..., Tensor] = cast(Any, Exchange).apply  # of `widen`
         self.at, self.segment = _OUTSIDE, 0
         # Of one run of a segment over a chunk:
         self._leaves: dict[int, tuple[str, int]] = {}  # by tensor id: leaf, version of the tensor
-        self._calls: dict[str, int] = {}
+        self.calls = defaultdict[str, Iterator[int]](count)  # of each layer
         self._widened: dict[tuple[int, int, bool], tuple[Tensor, Tensor]] = {}
         self._matrices: dict[int, tuple[Any, Entries]] = {}  # by id, of layers
 
@@ -110,7 +115,8 @@ class MessageContext(TapedContext):
         if key not in self._chunks:
             self._chunks[key] = self.edges.on(chunk)
         self.at, self.segment = self._chunks[key], segment
-        self._leaves, self._calls, self._widened, self._matrices = {}, {}, {}, {}
+        self._leaves, self._widened, self._matrices = {}, {}, {}
+        self.calls = defaultdict(count)
         if leaves:
             for name, tensor in leaves.items():
                 self._leaves[id(tensor)] = name, version_of(tensor)
@@ -119,7 +125,7 @@ class MessageContext(TapedContext):
     def leave(self) -> None:
         """Forget the running chunk and the tensors that it widened."""
         self.at = _OUTSIDE
-        self._leaves, self._calls, self._widened, self._matrices = {}, {}, {}, {}
+        self._leaves, self._widened, self._matrices = {}, {}, {}
         RUNNING.set(None)
 
     @property
@@ -150,15 +156,9 @@ class MessageContext(TapedContext):
 
         return run_in_layer
 
-    def next_call(self, layer: str) -> int:
-        """Count a call of `layer` in the running segment and chunk; return its index."""
-        call = self._calls.get(layer, 0)
-        self._calls[layer] = call + 1
-        return call
-
     def next_key(self, layer: str) -> CallKey:
         """Return the key for the next statistics of `layer` over all nodes."""
-        call = self.next_call(f"statistics of {layer}")
+        call = next(self.calls[f"statistics of {layer}"])
         return CallKey(self.segment, layer, call, "statistics")
 
     def find(self, edges: Any) -> LocalEdges | None:
@@ -207,7 +207,7 @@ class MessageContext(TapedContext):
         """Update the tensors that CUDA graphs read to this step's order of chunks."""
         assert self.store is not None
         self.store.prepare()
-        for adjacency in {one.adjacency for one in self._bound.values()}:
+        for adjacency in {one.adjacency for one in self._sums.values()}:
             adjacency.refresh(self.store.order)
 
     def weighted_sum(
@@ -220,20 +220,20 @@ class MessageContext(TapedContext):
         if not isinstance(rows, Tensor) or rows.dim() != 2 or not rows.is_floating_point():
             return None
         key = self.at.place, self.segment, layer, call
-        bound = self._bound.get(key)
+        bound = self._sums.get(key)
         if bound is None or not (
             bound.edges is edges and bound.weight is weight and bound.rule == rule
         ):
             bound = self._bind(CallKey(*key[1:], ROWS), rule, edges, weight)
             if bound is None:
                 return None
-            self._bound[key] = bound
+            self._sums[key] = bound
         if rows.size(0) != bound.chunk.num_nodes:
             return None
         if bound.dtype not in (None, rows.dtype):
             assert bound.dtype is not None
             rows = rows.to(torch.promote_types(rows.dtype, bound.dtype))  # of messages
-        summed: Tensor = cast(Any, LinearAggregate).apply(rows, bound, self.tape)
+        summed: Tensor = cast(Any, Exchange).apply(rows, bound, self.tape)
         return summed
 
     def _bind(
@@ -302,7 +302,7 @@ class MessageContext(TapedContext):
         is_linear: bool = False,
     ) -> Tensor:
         """Append halo rows to `rows` in dimension `dim`; `is_linear`: used in a weighted sum."""
-        at = self.at
+        at, store = self.at, self.store
         # Attention widens a tensor twice in a segment: push it once.
         memo = (id(rows), version_of(rows), at.is_reverse)
         if memo[1] >= 0 and memo in self._widened:
@@ -315,20 +315,15 @@ class MessageContext(TapedContext):
                 remedy="Pass one tensor with a row for each node: bipartite inputs, and "
                 "static graphs with a batch dimension, cannot be pipelined.",
             )
-        if self.store is None:
-            wide = rows
-        else:
-            key, first = CallKey(self.segment, layer, call, argument), rows.movedim(dim, 0)
-            wide = self.exchange(first, self.store, key, at.chunk, is_linear=is_linear)
-            wide = wide.movedim(0, dim)
+        wide = rows
+        if store is not None:
+            key = at.place, self.segment, layer, call, argument
+            bound = self._halos.get(key)
+            if bound is None or bound.chunk is not at.chunk:
+                bound = BoundHalo(CallKey(*key[1:]), at.chunk, store, is_linear)
+                self._halos[key] = bound
+            wide = self.exchange(rows.movedim(dim, 0), bound, self.tape).movedim(0, dim)
         self._widened[memo] = (rows, wide)
-        return wide
-
-    def exchange(
-        self, rows: Tensor, store: HistoryStore, key: CallKey, chunk: Chunk, *, is_linear: bool
-    ) -> Tensor:
-        """Write the chunk's rows to `store`; return them with the halo rows appended."""
-        wide: Tensor = cast(Any, PushPull).apply(rows, store, key, chunk, self.tape, is_linear)
         return wide
 
 

@@ -52,6 +52,7 @@ class LocalEdges:
         plan: The plan with these edges.
         whole: The whole graph (all shards) as one chunk with these edges.
         parts: The chunk's parts of functions of these edges, by function and options.
+        results: By id of edges: these, and what functions of them alone return in all steps.
     """
 
     place: int
@@ -61,19 +62,14 @@ class LocalEdges:
     chunk: Chunk
     whole: Chunk
     parts: dict[Hashable, Part] = field(default_factory=dict)
-    _results: dict[int, tuple[Tensor, dict[Hashable, Any]]] = field(default_factory=dict)
+    results: dict[int, tuple[Tensor, dict[Hashable, Any]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.keep_results_of(self.chunk.edge_index)
 
     def keep_results_of(self, edges: Tensor) -> None:
-        """Keep what functions of `edges` alone return, which stay the same in all steps."""
-        self._results[id(edges)] = edges, {}
-
-    def results_of(self, edges: Any) -> dict[Hashable, Any] | None:
-        """Return what functions of `edges` have returned; None if they may be new in each step."""
-        known = self._results.get(id(edges))
-        return None if known is None or known[0] is not edges else known[1]
+        """Keep what functions of `edges` return: they stay the same in all steps."""
+        self.results[id(edges)] = edges, {}
 
     def owner(self, edges: Tensor, values: Tensor | None) -> WholeEdges | None:
         """Return what `edges` and `values` are a part of; None for any other tensors."""

@@ -16,12 +16,14 @@ from torch.utils import checkpoint
 
 from lightning_gnnpipe._compat_torch import DispatchMode
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.graph import Chunk, ChunkPlan
+from lightning_gnnpipe.graph import ChunkPlan
 from lightning_gnnpipe.passing import (
     ROWS,
+    BoundHalo,
     CallKey,
     LinearRule,
     MessageContext,
+    Tape,
     replace_attributes,
 )
 from lightning_gnnpipe.staleness import HistoryStore
@@ -32,12 +34,12 @@ class LiveContext(MessageContext):
 
     def __init__(self, plan: ChunkPlan) -> None:
         super().__init__(HistoryStore(plan.num_nodes, plan.num_chunks), plan)
-        self.live = {}
+        self.live, self.exchange = {}, self._append
         self._rows: dict[CallKey, Tensor] = {}  # of the whole graph
 
-    def exchange(
-        self, rows: Tensor, store: HistoryStore, key: CallKey, chunk: Chunk, *, is_linear: bool
-    ) -> Tensor:
+    def _append(self, rows: Tensor, bound: BoundHalo, tape: Tape | None) -> Tensor:
+        """Return a chunk's rows with the halo rows appended; keep those of the whole graph."""
+        key = bound.key
         if self.is_whole:
             self._rows[key] = rows.clone()
             return rows.view_as(rows)
@@ -47,7 +49,7 @@ class LiveContext(MessageContext):
                 found="one that passes more on some chunks",
                 remedy="Call message passing whatever the values of nodes are.",
             )
-        return torch.cat([rows, self._rows[key][chunk.halo]])
+        return torch.cat([rows, self._rows[key][bound.chunk.halo]])
 
     def weighted_sum(
         self, layer: str, call: int, rule: LinearRule, edges: Any, rows: Any, weight: Tensor | None

@@ -52,6 +52,9 @@ class HostCopies:
 
     def fetch(self, rows: Tensor, positions: Tensor, out: Tensor) -> None:
         """Copy `rows[positions]` to `out`, in the order of its stream."""
+        if (rows.dtype, rows.device) == (out.dtype, out.device):
+            torch.index_select(rows, 0, positions, out=out)
+            return
         found = self.table((positions.numel(), *rows.shape[1:]), rows.dtype, rows.device)
         torch.index_select(rows, 0, positions, out=found)
         out.copy_(found, non_blocking=True)

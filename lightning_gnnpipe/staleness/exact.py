@@ -39,7 +39,7 @@ class ExactStore(HistoryStore):
             super().push(key, chunk, rows)
             self.num_written += 1
 
-    def read(self, key: Hashable, chunk: Chunk) -> Tensor:
+    def read(self, key: Hashable, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
         written = self._entries[key].written
         if any(written[one] == NEVER for one in chunk.halo_chunks):
             raise NotYet

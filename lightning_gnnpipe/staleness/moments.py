@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lightning_gnnpipe.staleness.store import StepOrder
 
+_Sum = Callable[[Tensor], Tensor]  # over shards
 FLOOR = 32.0  # unchanged rows assumed in means of rows: few rows say little about all
 _TINY = 1e-12  # the least variance: a channel may be constant
 
@@ -97,8 +98,9 @@ class RowMoments:
             SPREAD and SPREAD_THEN, variances of F with the rows of `FLOOR`.
     """
 
-    def __init__(self, num_chunks: int, center: Tensor) -> None:
+    def __init__(self, num_chunks: int, center: Tensor, sum_over_shards: _Sum | None) -> None:
         self.num_chunks, width = num_chunks, center.numel()
+        self._sum_over_shards = sum_over_shards
         self.is_of_messages = False  # rows are messages: their number may differ between steps
         self._counts, self._last_counts = [0] * num_chunks, tuple[int, ...]()
         self.center, self.var = torch.empty_like(center), torch.empty_like(center)
@@ -163,15 +165,15 @@ class RowMoments:
             self._is_known = True
         self._clear()
 
-    def add(self, chunk: int, rows: Tensor, eps: float, shards: Any) -> Tensor:
+    def add(self, chunk: int, rows: Tensor, eps: float) -> Tensor:
         """Return `rows - center`; write to `table` what all rows are when this chunk has run."""
         away = rows - self.center
         if chunk in self._runs:  # recomputed in backward
             return away
         own, count = self._means[:, chunk], rows.size(0)
-        if shards is not None:
+        if self._sum_over_shards is not None:
             sums = torch.cat([away.sum(0), away.square().sum(0), away.new_full((1,), count)])
-            sums = shards.sum(sums)
+            sums = self._sum_over_shards(sums)
             fixed = 0 if self.is_of_messages else self._counts[chunk]
             count = fixed or int(sums[-1])  # waits for the device
             torch.div(sums[:-1].view_as(own[0]), max(count, 1), out=own[0])
@@ -235,7 +237,7 @@ class RowMoments:
         return share * self._least, -share * known[THEN] / known[CHANGE]
 
     def add_grad(
-        self, chunk: int, of_mean: Tensor, of_square: Sequence[tuple[Tensor, Tensor]], shards: Any
+        self, chunk: int, of_mean: Tensor, of_square: Sequence[tuple[Tensor, Tensor]]
     ) -> Tensor:
         """Add a chunk's gradients; last chunks first.
 
@@ -248,7 +250,7 @@ class RowMoments:
         torch.mul(one, by_one, out=second).addcmul_(other, by_other)
         torch.addcmul(of_mean, self.table[chunk, NOW], second, value=-1, out=first)
         self._grads.addcmul_(self._own_grad, self._runs[chunk])
-        return self._grads if shards is None else shards.sum(self._grads)
+        return self._grads if self._sum_over_shards is None else self._sum_over_shards(self._grads)
 
     @property
     def is_complete(self) -> bool:
@@ -282,8 +284,8 @@ class RowMoments:
 class MomentStore:
     """Statistics of all norms of one stage, by call."""
 
-    def __init__(self, num_chunks: int) -> None:
-        self._num_chunks = num_chunks
+    def __init__(self, num_chunks: int, sum_over_shards: _Sum | None = None) -> None:
+        self._num_chunks, self._sum_over_shards = num_chunks, sum_over_shards
         self.calls: dict[Hashable, RowMoments] = {}
 
     def of(self, key: Hashable, rows: Tensor) -> RowMoments:
@@ -322,7 +324,7 @@ class MomentStore:
         """Take up the last step's statistics; see `RowMoments`."""
         known, kind = self.calls.get(key), (center.shape, center.dtype, center.device)
         if known is None or kind != (known.center.shape, known.center.dtype, known.center.device):
-            self.calls[key] = known = RowMoments(self._num_chunks, center)
+            known = self.calls[key] = RowMoments(self._num_chunks, center, self._sum_over_shards)
         known.load(means, total, center)
 
 

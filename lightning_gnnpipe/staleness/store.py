@@ -1,4 +1,4 @@
-"""Histories of one stage: push writes a chunk's rows, pull reads its halo rows; their gradients.
+"""Histories of one stage: push writes a chunk's rows, its halo rows are read; their gradients.
 
 Rows are in plan order, so a chunk's rows are one slice, written at once: one age per chunk. A step
 also collects, chunk by chunk, the mean drift of rows and, for callbacks, the staleness of reads.
@@ -136,8 +136,7 @@ class HistoryStore:
             entry.grads.end_step()
 
     def prepare(self) -> None:
-        """Update the tensors that CUDA graphs read to this step's order of chunks."""
-        self.order.refresh()
+        """Let CUDA graphs take gradients where none was added yet."""
         for entry in self._entries.values():
             entry.grads.open()
 
@@ -194,7 +193,7 @@ class HistoryStore:
             entry.kept_written = [kept_step] * self.num_chunks
 
     def push(self, key: Hashable, chunk: Chunk, rows: Tensor, *, keeps_old: bool = False) -> None:
-        """Write the chunk's rows, `[num_nodes, *]`; `keeps_old` keeps the old for `pull_again`."""
+        """Write the chunk's rows, `[num_nodes, *]`; `keeps_old` keeps the old for `read_again`."""
         entry = self._entries.get(key)
         if entry is None or entry.given != rows.dtype:
             entry = self._entry(key, rows)
@@ -231,8 +230,11 @@ class HistoryStore:
             entry.old[positions] = entry.rows[positions]
         entry.rows[positions] = rows.to(entry.rows)
 
-    def read(self, key: Hashable, chunk: Chunk) -> Tensor:
-        """Return the history, `[num_rows, *]`, from which the chunk reads its halo rows."""
+    def read(self, key: Hashable, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
+        """Return the history, `[num_rows, *]`, from which the chunk reads its halo rows.
+
+        And `MeanDrift.total`, `[channels]`; None if the method corrects no drift.
+        """
         entry = self._entries[key]
         if not entry.is_filled:
             assert all(entry.written[c] != NEVER for c in chunk.halo_chunks), "unwritten row"
@@ -241,21 +243,14 @@ class HistoryStore:
             self.recorder.record_reads(key, chunk, ages)
         if entry.arriving:
             entry.settle(chunk.halo_chunks)
-        return entry.rows
+        return entry.rows, None if entry.drift is None or chunk.is_whole else entry.drift.total
 
-    def drift(self, key: Hashable) -> Tensor | None:
-        """Return `MeanDrift.total`, `[channels]`; None if the method corrects no drift."""
-        drift = self._entries[key].drift
-        return None if drift is None else drift.total
+    def fetch(self, table: Tensor, chunk: Chunk, out: Tensor) -> None:
+        """Copy the halo rows of a history to `out`, `[num_halo, *]`, of another dtype or device."""
+        self._copies.fetch(table, self._halo(chunk), out)
 
-    def pull(self, key: Hashable, chunk: Chunk, out: Tensor) -> None:
-        """Read the halo rows into `out`, `[num_halo, *]`."""
-        self._select(self.read(key, chunk), self._halo(chunk), out)
-        if (drift := self._entries[key].drift) is not None:
-            self._move(chunk, out, drift.total)
-
-    def pull_again(self, key: Hashable, chunk: Chunk, out: Tensor) -> None:
-        """Repeat `pull` after later chunks have pushed."""
+    def read_again(self, key: Hashable, chunk: Chunk, out: Tensor) -> Tensor | None:
+        """Write the halo rows to `out`, `[num_halo, *]`, as `read` gave them; return the drift."""
         entry = self._entries[key]
         entry.settle(chunk.halo_chunks)
         counts = list(chunk.halo_counts)
@@ -263,19 +258,13 @@ class HistoryStore:
         for source, target, positions in zip(chunk.halo_chunks, *parts, strict=True):
             rows = entry.old if self.order.is_stale(chunk.index, source) else entry.rows
             assert rows is not None
-            self._select(rows, positions, target)
-        if entry.drift is not None and not chunk.is_whole:
-            self._move(chunk, out, entry.drift.seen[chunk.index])
-
-    def _move(self, chunk: Chunk, halo: Tensor, drift: Tensor) -> None:
-        """Add the drift to stale halo rows, `[num_halo, *]`."""
-        if not chunk.is_whole:
-            flat = halo.view(halo.size(0), -1)
-            flat.addr_(self.order.halo_by_drift(chunk, flat), drift.to(flat))
+            self._copies.fetch(rows, positions, target)
+        return None if entry.drift is None or chunk.is_whole else entry.drift.seen[chunk.index]
 
     def push_grad(self, key: Hashable, chunk: Chunk, grad: Tensor) -> None:
         """Add the gradient of the chunk's halo rows, `[num_halo, *]`."""
-        self._entries[key].grads.add(self._halo(chunk), grad)
+        positions = chunk.halo if self.is_local else self._halo(chunk)
+        self._entries[key].grads.add(positions, grad)
 
     def add_grad(self, key: Hashable, chunk: Chunk, own: Tensor, *, is_linear: bool) -> Tensor:
         """Return the gradient of the chunk's rows: its `own` and, scaled, that of other chunks."""
@@ -322,13 +311,6 @@ class HistoryStore:
                 entry.drift = MeanDrift(self._ends)
         entry.given = rows.dtype
         return entry
-
-    def _select(self, rows: Tensor, positions: Tensor, out: Tensor) -> None:
-        """Write `rows[positions]` to `out`, without a temporary if dtype and device are equal."""
-        if (rows.dtype, rows.device) == (out.dtype, out.device):
-            torch.index_select(rows, 0, positions, out=out)
-        else:
-            self._copies.fetch(rows, positions, out)
 
 
 @dataclass(slots=True)
@@ -379,7 +361,7 @@ class _History:
 
 Ran = tuple[list[_History], list[RowMoments]]
 _Compute = Callable[[Tensor], Tensor]
-_Kept = tuple[int, Tensor, _Compute]
+_Kept = tuple[Tensor, _Compute]
 
 
 class StepOrder:
@@ -397,7 +379,7 @@ class StepOrder:
         self.number, self._num_chunks = 0, num_chunks
         self.chunks: tuple[int, ...] = ()
         self._sizes: tuple[int, ...] = ()
-        # By name, dtype and device: the number of the order, its numbers, how to find them.
+        # By name, dtype and device: the numbers of this order, and how to find them.
         self._numbers: dict[tuple[Hashable, torch.dtype, torch.device], _Kept] = {}
         self._owners: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the halo, which is kept
         self.set(range(num_chunks), [1] * num_chunks, num_chunks)
@@ -417,6 +399,8 @@ class StepOrder:
         self._stale = (places > places.unsqueeze(1)).double()  # `[reader, source]`
         num_run = torch.tensor(sizes, dtype=torch.float64, device="cpu")[chunks].cumsum(0)
         self._by_drift = self._stale * (num_rows / (FLOOR + num_run))[places].unsqueeze(1)
+        for kept, compute in self._numbers.values():
+            _write(compute(kept), kept)
 
     def is_stale(self, reader: int, source: int) -> bool:
         """Whether `reader` runs before `source`."""
@@ -449,19 +433,17 @@ class StepOrder:
         `compute` is called with a tensor like `like`, and may depend on the order only.
         """
         key = name, like.dtype, like.device
-        number, kept, compute = self._numbers.get(key, (0, None, compute))
-        if kept is None or number != self.number:
-            values = compute(like).to(like.dtype)
-            kept = like.new_empty(values.shape) if kept is None else kept
-            is_here = values.device == kept.device
-            kept.copy_(values if is_here else without_waiting(values, kept.device))
-            self._numbers[key] = self.number, kept, compute
-        return kept
+        if key not in self._numbers:
+            values = compute(like)
+            kept = like.new_empty(values.shape)
+            _write(values, kept)
+            self._numbers[key] = kept, compute
+        return self._numbers[key][0]
 
-    def refresh(self) -> None:
-        """Write this order's numbers to all tensors that `kept` has returned."""
-        for (name, _, _), (_, kept, compute) in list(self._numbers.items()):
-            self.kept(name, kept, compute)
+
+def _write(values: Tensor, kept: Tensor) -> None:
+    values = values.to(kept.dtype)
+    kept.copy_(values if values.device == kept.device else without_waiting(values, kept.device))
 
 
 def without_waiting(small: Tensor, device: torch.device) -> Tensor:
@@ -500,7 +482,9 @@ class GradientBuffer:
 
     def add(self, positions: Tensor, grad: Tensor) -> None:
         """Add the gradient of halo rows, `[num_halo, *]`."""
-        total = self._table(grad.dtype)
+        total = self.total
+        if total is None or total.dtype != grad.dtype or not self._has_any:
+            total = self._table(grad.dtype)
         if total.device == grad.device:
             total.index_add_(0, positions, grad)
             return
@@ -595,7 +579,7 @@ class MeanDrift:
     ) -> None:
         """Add the change of a chunk that has run; `sum_over_shards`: over its ranks, if several.
 
-        `is_kept`: whether `pull_again` will need the drift at this chunk.
+        `is_kept`: whether `read_again` will need the drift at this chunk.
         """
         if self._sums.device != rows.device:  # the first sums may be on the host
             held = (self._sums, self._signs, self.total)

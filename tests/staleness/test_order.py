@@ -10,6 +10,7 @@ import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
 from lightning_gnnpipe.graph import plan_from_assignment
+from lightning_gnnpipe.passing.aggregate import BoundHalo, CallKey
 from lightning_gnnpipe.staleness import METHODS, HistoryOptions, HistoryStore
 from tests.helpers.engines import one_process_engine
 
@@ -57,9 +58,9 @@ def test_float16_holds_the_drift_of_many_rows() -> None:
     plan = plan_from_assignment(edges, count, torch.arange(count) // (count // 2))
     ends = [chunk.end for chunk in plan.chunks]
     store = HistoryStore(count, 2, HistoryOptions(METHODS["drift"]), ends)
-    store.push("h", plan.whole.chunks[0], torch.zeros(count, 1, dtype=torch.float16))
+    key = CallKey(0, "layer", 0, "x")
+    store.push(key, plan.whole.chunks[0], torch.zeros(count, 1, dtype=torch.float16))
     store.begin_step(1, (0, 1))
-    store.push("h", plan.chunks[0], torch.ones(count // 2, 1, dtype=torch.float16))
-    halo = torch.empty(1, 1, dtype=torch.float16)
-    store.pull("h", plan.chunks[0], halo)
+    bound = BoundHalo(key, plan.chunks[0], store, is_linear=False)
+    halo = bound.forward(torch.ones(count // 2, 1, dtype=torch.float16), None)[-1:]
     torch.testing.assert_close(halo, torch.ones_like(halo), rtol=0, atol=2e-3)
