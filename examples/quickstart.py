@@ -86,7 +86,7 @@ def parse_options() -> argparse.Namespace:
     add("--channels", type=int, default=128, help="channels of each layer (default: 128)")
     add("--stages", type=int, default=2, help="stages, one process each (default: 2)")
     add("--chunks", type=int, help="chunks of the graph (default: 4 a stage)")
-    add("--epochs", type=int, default=25, help="epochs of each run (default: 25)")
+    add("--epochs", type=int, default=15, help="epochs of each run (default: 15)")
     add("--seed", type=int, default=0)
     add("--output", type=Path, default=Path("outputs"), help="folder of the results")
     options = parser.parse_args()
