@@ -2,8 +2,9 @@
 
 The blocks are run as they are printed, but for this: PyG's Planetoid is a graph of 70 nodes, with
 Cora's numbers of features and classes, and OGB's node data set has as many nodes, with ogbn-arxiv's
-number of features; `make_communities` makes 200 nodes at most; no Trainer runs longer than 4 epochs, of which a StalenessWarmup makes one
-exact; Trainers show neither progress nor summaries. Commands run 2 epochs.
+number of features; `make_communities` makes 200 nodes at most; no Trainer runs longer than 4
+epochs, of which a StalenessWarmup makes one exact; Trainers show neither progress nor summaries.
+Commands run 2 epochs.
 """
 
 from __future__ import annotations
