@@ -6,6 +6,7 @@ It checks the graph before processes start, so a malformed one is not found deep
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -102,7 +103,7 @@ class FullGraphDataModule(L.LightningDataModule):
         if graph.y is not None and graph.y.is_floating_point():
             rows = torch.stack([graph[name] for name in MASKS if name in graph]).any(0)
             used = graph.y.where(rows.view(-1, *[1] * (graph.y.dim() - 1)), 0)
-            _check_finite("y", used, "data.train_mask &= data.y.isfinite(), and other masks alike")
+            _check_finite("y", used, "masks without such nodes")
         self.data = graph
 
     @property
@@ -190,8 +191,13 @@ def prepare_graph(
 
 def _open_arrays(folder: Path) -> Data:
     """Return the graph of a folder of arrays, memory-mapped."""
-    found = {path.stem: np.load(path, mmap_mode="c") for path in sorted(folder.glob("*.npy"))}
-    return Data(**{name: torch.from_numpy(array) for name, array in found.items()})
+    found = dict[str, Tensor]()
+    for path in sorted(folder.glob("*.npy")):
+        try:
+            found[path.stem] = torch.from_numpy(np.load(path, mmap_mode="c"))
+        except (OSError, ValueError, TypeError) as error:
+            _refuse(f"{path} to be an array of numbers", str(error), "Write it by numpy.save.")
+    return Data(**found)
 
 
 def _check_values(graph: Data) -> None:
@@ -199,7 +205,9 @@ def _check_values(graph: Data) -> None:
     for name, value in graph:
         if isinstance(value, Tensor) and not is_sparse(value):
             has_rows = graph.is_node_attr(name) or graph.is_edge_attr(name)
-            names_nodes = "index" in name or not (has_rows or value.is_floating_point())
+            is_number = value.is_floating_point() or value.dtype is torch.bool
+            is_kind = name in ("x", "y", "edge_attr", "node_type", "edge_type")
+            names_nodes = "index" in name or not (is_number or (is_kind and has_rows))
             is_kept = name.isidentifier() and name != "n_id" and not names_nodes
         else:
             is_kept = isinstance(value, bool | int | float | str)
@@ -302,7 +310,9 @@ def _check_rows(graph: Data, name: str, num_nodes: int) -> None:
 def _check_finite(name: str, values: object, remedy: str) -> None:
     found = first_not_finite(values, "at edge" if name.startswith("edge") else "at node")
     if found is not None:
-        raise GraphError(f"'{name}' is {found}.\nThe loss would be nan too.\nWrite {remedy}.")
+        warnings.warn(
+            f"'{name}' is {found}. Unless your module expects it, write {remedy}.", stacklevel=3
+        )
 
 
 def _select_split(graph: Data, split: int) -> None:

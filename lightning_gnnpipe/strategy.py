@@ -108,7 +108,7 @@ class GNNPipeStrategy(LightningStrategy):
         cuda_graphs: Replay a chunk's forward, and its backward, by one launch each (CUDA graphs):
             for many chunks of small layers. Not tested on a GPU yet. Steps that a StalenessMonitor
             records run without.
-        exact_in_chunks: Run exact passes, those of training (the first, warm-up) and evaluation,
+        exact_in_chunks: Run exact passes, in training (the first, warm-up) and in evaluation,
             layer by layer over the chunks instead of on the whole graph at once: the same numbers
             but for dropout in training, in less memory, more time.
         self_check: Compare the module in chunks with the whole module on a small graph before

@@ -39,9 +39,9 @@ def make_communities(
     Raises:
         ConfigError: There are fewer than 100 nodes, or ``avg_degree`` is less than 2.
 
-    Example::
-
-        data = make_communities(20_000)
+    Examples:
+        >>> from lightning_gnnpipe.synthetic import make_communities
+        >>> data = make_communities(1000)
     """
     if num_nodes < 100 or avg_degree < 2:
         raise ConfigError(

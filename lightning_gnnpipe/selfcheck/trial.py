@@ -38,7 +38,7 @@ class LiveContext(MessageContext):
         self._rows: dict[CallKey, Tensor] = {}  # of the whole graph
 
     def _append(self, rows: Tensor, bound: BoundHalo, tape: Tape | None) -> Tensor:
-        """Return a chunk's rows with the halo rows appended; keep those of the whole graph."""
+        """Return a chunk's rows with the halo rows appended; keep the whole graph's rows."""
         key = bound.key
         if self.is_whole:
             self._rows[key] = rows.clone()

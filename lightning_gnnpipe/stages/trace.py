@@ -229,6 +229,9 @@ def most_layers(found: Pipelined) -> int | None:
     module: Any = found.module
     if is_listed(module):
         return len(list(module.pipeline_layers()))
+    given = inspect.signature(getattr(module, found.method)).parameters.values()
+    if any(one.default not in (None, one.empty) for one in given):
+        return None  # a call may give another value
     tracer = _Outline(module)
     tracer.traced_func_name = found.method
     try:

@@ -126,7 +126,7 @@ class PipelinedModel:
         self._transport, self._options = transport, options
         self._check, self._is_cut, self._modes = check, is_cut, dict[Key, Mode]()
         self._num_changes, self._given = 0, dict[str, str]()  # the latter: plain arguments
-        self._fixes_numbers = False  # forward cannot be traced with floats as its inputs
+        self._fixes_numbers = True  # a forward may look at the type or value of a float
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
         self.on_split: OnSplit | None = None  # called once, in the first training step
         self.costs: StepCosts | None = None  # once measured
