@@ -68,10 +68,11 @@ def main() -> None:
     datamodule = FullGraphDataModule(load_graph(options.dataset, options.root), seed=options.seed)
 
     is_launched = "LOCAL_RANK" in os.environ  # by Lightning or torchrun, as a part of the pipeline
-    ways = {"plain": "auto", "one": GNNPipeStrategy(num_chunks=1)}
-    exact = (
-        [] if is_launched else [train_exactly(*way, datamodule, options) for way in ways.items()]
-    )
+    exact: list[Result] = []
+    if not is_launched:
+        one_chunk = GNNPipeStrategy(num_chunks=1)
+        exact.append(train_exactly("plain", "auto", datamodule, options))
+        exact.append(train_exactly("one", one_chunk, datamodule, options))
     pipeline, is_first_rank = train_pipeline(datamodule, options)
     if is_first_rank:
         report(exact, pipeline, datamodule, options)

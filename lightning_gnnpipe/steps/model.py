@@ -52,8 +52,8 @@ log = logging.getLogger(__name__)
 
 _NUM_MODES, _MANY_CHANGES = 8, 3
 _TRACED_ANEW = (
-    "Forward is traced anew each time that %s changes. To trace once, pass a float to forward as "
-    "an argument, or keep a number in a buffer and change it in place, self.scale.fill_(0.5), and "
+    "Forward is traced anew each time that %s changes. To trace once, "
+    "keep a number in a buffer and change it in place, self.scale.fill_(0.5), and "
     "decide nothing by its value. Keep what forward does not read in a callback, in a metric of "
     "torchmetrics or in a collections.deque()."
 )
