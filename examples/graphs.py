@@ -21,7 +21,7 @@ from torch_geometric.data import Data, Dataset
 from torch_geometric.transforms import NormalizeFeatures
 from torch_geometric.utils import to_undirected
 
-from lightning_gnnpipe.synthetic import make_communities
+from lightning_gnnpipe import make_communities
 
 NUM_NEIGHBOURS = 10  # of an image of digits
 NUM_NODES = 16_000  # of the communities

@@ -18,6 +18,7 @@ from lightning_gnnpipe.callbacks import (
 from lightning_gnnpipe.datamodule import FullGraphDataModule, prepare_graph
 from lightning_gnnpipe.errors import REMOVED_CLASSES
 from lightning_gnnpipe.strategy import GNNPipeStrategy
+from lightning_gnnpipe.synthetic import make_communities
 from lightning_gnnpipe.trainer.engine_host import refuse_import
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ __all__ = [
     "StalenessWarmup",
     "TimelineCallback",
     "__version__",
+    "make_communities",
     "prepare_graph",
 ]
 

@@ -15,7 +15,7 @@ An option with its default value counts as not given.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
@@ -308,8 +308,10 @@ class RunOptions:
         num_stages: Stages, S.
         seed: Of chunks, their order, and random numbers in layers; equal on all ranks.
         is_fitting: Whether the run trains.
-        chosen: Chunks of a graph with num_chunks="auto", once chosen by measured costs, by this run
-            or the one it resumes.
+        chosen: Chunks of a graph with num_chunks="auto", once chosen by measured costs or a folder,
+            by this run or the one it resumes.
+        stored: The present graph, if it is from a folder.
+        cut: The strategy's options, with the chunks of that folder where they are taken.
     """
 
     given: StrategyOptions
@@ -317,12 +319,25 @@ class RunOptions:
     seed: int = 0
     is_fitting: bool = True
     chosen: int | None = None
+    stored: StoredGraph | None = None
+    cut: StrategyOptions = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cut = self.given
+
+    def open(self, stored: StoredGraph | None) -> None:
+        """Begin a step on a graph from a folder, or on another one."""
+        self.stored, self.cut = stored, self.given
+        if stored is not None and self.graph_chunks > 1:
+            self.cut = self.given.with_chunks_of(stored)
+            if self.given.has_free_chunks and self.chosen is None:
+                self.chosen = stored.plan.num_chunks
 
     @property
     def num_chunks(self) -> int:
         """K as far as it is known before the graph; the most micro-batches of a batch."""
-        given = self.given.expect_num_chunks(self.num_stages)
-        return self.chosen if self.chosen is not None and self.given.has_free_chunks else given
+        given = self.cut.expect_num_chunks(self.num_stages)
+        return self.chosen if self.chosen is not None and self.cut.has_free_chunks else given
 
     @property
     def graph_chunks(self) -> int:
@@ -343,15 +358,15 @@ class RunOptions:
         Not in deterministic runs, since costs vary; nor with `recompute`, which saves memory that
         few chunks would use.
         """
-        is_free = self.given.has_free_chunks and self.chosen is None and not self.given.recompute
+        is_free = self.cut.has_free_chunks and self.chosen is None and not self.given.recompute
         is_fixed = torch.are_deterministic_algorithms_enabled()
         return is_free and not is_fixed and self.measures(num_layers)
 
     def count_chunks(self, num_nodes: int) -> int:
         """Return K for a graph; raise ConfigError if it is out of range or not the partition's."""
-        if self.given.has_free_chunks:
+        if self.cut.has_free_chunks:
             return min(self.graph_chunks, num_nodes)
-        return self.given.count_chunks(self.num_stages, num_nodes)
+        return self.cut.count_chunks(self.num_stages, num_nodes)
 
 
 def _is_count(value: object) -> bool:

@@ -40,7 +40,7 @@ def make_communities(
         ConfigError: There are fewer than 100 nodes, or ``avg_degree`` is less than 2.
 
     Examples:
-        >>> from lightning_gnnpipe.synthetic import make_communities
+        >>> from lightning_gnnpipe import make_communities
         >>> data = make_communities(1000)
     """
     if num_nodes < 100 or avg_degree < 2:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from torch import Tensor
 from torch_geometric.data import Data, HeteroData, InMemoryDataset
 
-from lightning_gnnpipe.datamodule import FullGraphDataModule
+from lightning_gnnpipe._compat_torch import DispatchMode
+from lightning_gnnpipe.datamodule import FullGraphDataModule, prepare_graph
 from lightning_gnnpipe.errors import ConfigError, GraphError
 
 NUM_NODES = 10
@@ -200,3 +203,30 @@ def test_values_that_are_not_finite_are_named_with_node_and_column() -> None:
     x = torch.eye(NUM_NODES).masked_fill(torch.eye(NUM_NODES).roll(1, 1) > 0, -torch.inf)
     with pytest.warns(UserWarning, match=r"^'x' is -inf at node 0, column 1\. Unless"):
         FullGraphDataModule(Data(x=x, edge_index=torch.tensor([[0], [1]])))
+
+
+class Largest(DispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the most numbers of a tensor that is made, without views."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and not (func.is_view or "detach" in str(func)):
+            self.numbers = max(self.numbers, made.numel())
+        return made
+
+
+def test_features_are_looked_at_block_by_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_gnnpipe.graph.partition._BLOCK", 10_000)
+    monkeypatch.setattr("lightning_gnnpipe.graph.stored._BLOCK_BYTES", 40_000)
+    x, edge_index = torch.ones(200, 500), torch.arange(200).repeat(2, 1)
+    with Largest() as largest:
+        data = FullGraphDataModule(Data(x=x, edge_index=edge_index))
+        prepare_graph(data, tmp_path / "graph", num_chunks=2)
+    assert largest.numbers < x.numel() // 4
+    x[150, 3] = torch.nan
+    with pytest.warns(UserWarning, match=r"^'x' is nan at node 150, column 3\. Unless"):
+        FullGraphDataModule(Data(x=x, edge_index=edge_index))

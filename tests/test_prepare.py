@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
 
@@ -112,7 +113,7 @@ def test_a_folder_is_trained_as_the_graph_in_memory(
     num_ranks: int, options: dict[str, Any], folder: Path
 ) -> None:
     graph, given = make_graph(), dict[str, Any]()
-    if "num_chunks" not in options:
+    if "num_chunks" not in options and num_ranks > 1:  # one device keeps one chunk
         parts = partition_nodes(
             graph.edge_index, NUM_NODES, num_chunks=NUM_CHUNKS, method="metis", seed=0
         )
@@ -147,9 +148,11 @@ def test_nothing_is_copied_read_or_cut_at_the_start(
             kept.append(graphs.trained.inputs.num_bytes)
             kept.append(graphs.trained.graph.plan.num_chunks)
 
-    trainer = quiet_trainer(1, {"self_check": False}, max_epochs=3, callbacks=[Look()])
-    trainer.fit(Module(), datamodule=FullGraphDataModule(folder))
-    assert kept == [0, NUM_CHUNKS]
+    for recompute in (True, False):
+        strategy = {"self_check": False, "recompute": recompute}
+        trainer = quiet_trainer(1, strategy, max_epochs=3, callbacks=[Look()])
+        trainer.fit(Module(), datamodule=FullGraphDataModule(folder))
+    assert kept == [0, NUM_CHUNKS, 0, 1]
     assert hashed == []
 
 
@@ -318,6 +321,26 @@ def test_other_chunks_than_the_folders_are_refused_or_cut(folder: Path) -> None:
     expected, _ = train(make_graph(), partition=parts)
     order = FullGraphDataModule(folder).data.n_id
     assert_same(train(folder, partition=parts[order])[0], expected)
+
+
+def test_folders_are_trained_in_turn_each_in_its_own_chunks(folder: Path, tmp_path: Path) -> None:
+    nodes = torch.arange(NUM_NODES - 10)
+    second = prepare_graph(make_graph().subgraph(nodes), tmp_path / "second", num_chunks=3)
+    found, chunks = list[L.LightningModule](), list[int]()
+
+    class Look(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+            chunks.append(trainer.strategy.engine.graphs.trained.graph.plan.num_chunks)
+
+    for num_ranks in (1, 2):
+        strategy = {"balance": "uniform", "recompute": num_ranks == 1}
+        trainer = quiet_trainer(num_ranks, strategy, max_epochs=3, callbacks=[Look()])
+        loader = DataLoader([FullGraphDataModule(one).data for one in (folder, second)], None)
+        module = Module()
+        trainer.fit(module, loader)
+        found.append(module)
+    assert chunks == [NUM_CHUNKS, 3] * 3  # of this process
+    assert_same(*found)
 
 
 def test_the_folders_chunks_are_planned(folder: Path) -> None:

@@ -4,9 +4,8 @@
     forward(data)                            ->  leaves data.x, data.edge_index  and a template
     forward(x, adj)                          ->  leaves x, and the parts of a sparse matrix
 
-Values that are not tensors stay in the template, so that tracing sees the real options. Floats get
-placeholders, since a schedule changes them, as does the number of graphs, which changes with each
-micro-batch of whole graphs.
+Values that are not tensors stay in the template, so that tracing sees the real options. Only the
+number of graphs gets a placeholder, because it changes with each micro-batch of whole graphs.
 """
 
 from __future__ import annotations
@@ -48,13 +47,6 @@ class _Matrix:
     slots: tuple[_Slot, _Slot | None, _Slot]  # edges, weight, nodes
     layout: torch.layout | None
     dtype: torch.dtype | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Number:
-    """Placeholder of a float; `name` is its name in the trace."""
-
-    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +117,6 @@ class Call:
         counts: Names and values that are the number of graphs if there is a batch vector.
         slices: By leaf index, for tensors of a PyG `Batch`.
         options: Plain values among the arguments, by name.
-        numbers: The floats among them, by their names in the trace, such as "leaf_number_0".
         arguments: The original `(args, kwargs)`.
         is_one_graph: Whether all nodes belong to one graph, whatever the batch vector says.
         batch_nodes: Returns the number of nodes in the user's batch, for a call without node rows.
@@ -148,7 +139,6 @@ class Call:
     matrices: Mapping[int, str] = field(default_factory=dict)
     held: Mapping[int, str] = field(default_factory=dict)
     weights: Mapping[int, str] = field(default_factory=dict)
-    numbers: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def batch_vector(self) -> Tensor | None:
@@ -177,25 +167,15 @@ class Call:
         return self.method, self.names, repr(self.template), counts
 
     def rebuild(
-        self,
-        leaves: Sequence[Any],
-        num_graphs: Any = None,
-        numbers: Mapping[str, Any] | None = None,
+        self, leaves: Sequence[Any], num_graphs: Any = None
     ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Return `(args, kwargs)` with these tensors and, unless None, number of graphs, floats."""
-        numbers = self.numbers if numbers is None else numbers
-        args, kwargs = _fill(self.template, leaves, num_graphs, numbers)
+        """Return `(args, kwargs)` with these tensors and, unless None, this number of graphs."""
+        args, kwargs = _fill(self.template, leaves, num_graphs)
         return args, kwargs
 
-    def run(
-        self,
-        module: nn.Module,
-        leaves: Sequence[Any],
-        num_graphs: Any = None,
-        numbers: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def run(self, module: nn.Module, leaves: Sequence[Any], num_graphs: Any = None) -> Any:
         """Call the method of `module` with these tensors; see `rebuild`."""
-        args, kwargs = self.rebuild(leaves, num_graphs, numbers)
+        args, kwargs = self.rebuild(leaves, num_graphs)
         given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         views = {id(one): (k, dict(vars(one))) for k, one in given if isinstance(one, DataView)}
 
@@ -205,16 +185,6 @@ class Call:
             return one if key is None else ChangedGraph(key, new)
 
         return pytree.tree_map_only(DataView, put, getattr(module, self.method)(*args, **kwargs))
-
-    def with_fixed_numbers(self) -> Call:
-        """Return the call with its floats as options of which forward may decide."""
-
-        def put(one: Any) -> Any:
-            if isinstance(one, _Record):
-                return _Record(pytree.tree_map(put, one.attributes))
-            return self.numbers[one.name] if isinstance(one, _Number) else one
-
-        return replace(self, template=pytree.tree_map(put, self.template), numbers={})
 
     def with_held(self, held: Mapping[str, Tensor], num_nodes: int | None) -> Call:
         """Return the call with these parameters and buffers of the module as more leaves."""
@@ -277,7 +247,6 @@ def flatten_call(
         batch_nodes=batch_nodes,
         method=method,
         matrices=collector.matrices,
-        numbers=collector.numbers,
     )
 
 
@@ -291,7 +260,6 @@ class _Collector:
         self.counts: dict[str, int] = {}
         self.slices: dict[int, Slices] = {}
         self.options: dict[str, Any] = {}
-        self.numbers: dict[str, float] = {}
 
     def visit(self, name: str, value: Any) -> Any:
         """Return `value` with placeholders, in its lists, tuples and dicts too."""
@@ -324,11 +292,7 @@ class _Collector:
             self.counts[name] = value
             return _Count(value)
         self.options[name] = value
-        if not isinstance(value, float):
-            return value
-        number = _Number(f"leaf_number_{len(self.numbers)}")
-        self.numbers[number.name] = value
-        return number
+        return value
 
     def _add(self, name: str, leaf: Tensor) -> _Slot:
         self.leaves.append(leaf)
@@ -375,18 +339,16 @@ def _is_usable(value: Any) -> bool:
     return is_square or isinstance(value, _PLAIN)
 
 
-def _fill(template: Any, leaves: Sequence[Any], num_graphs: Any, numbers: Mapping[str, Any]) -> Any:
+def _fill(template: Any, leaves: Sequence[Any], num_graphs: Any) -> Any:
     """Return `template` with values in place of placeholders."""
 
     def put(one: Any) -> Any:
         if isinstance(one, _Slot):
             return leaves[one.index]
-        if isinstance(one, _Number):
-            return numbers[one.name]
         if isinstance(one, _Count):
             return one.value if num_graphs is None else num_graphs
         if isinstance(one, _Record):
-            return DataView(_fill(one.attributes, leaves, num_graphs, numbers))
+            return DataView(_fill(one.attributes, leaves, num_graphs))
         if not isinstance(one, _Matrix):
             return one
         parts: Any = (*map(put, one.slots), one.layout, one.dtype)

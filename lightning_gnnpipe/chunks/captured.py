@@ -90,8 +90,7 @@ class _Chunk:
     def reads(self, leaves: dict[str, Any]) -> bool:
         """Whether the graphs read these leaves, or copies of them."""
         kept = (name for name in leaves if name not in self._copied)
-        pairs = ((leaves[name], self.leaves[name]) for name in kept)
-        return all(new is own or (isinstance(new, float) and new == own) for new, own in pairs)
+        return all(leaves[name] is self.leaves[name] for name in kept)
 
     def load(self, received: Sequence[Tensor], leaves: dict[str, Any]) -> None:
         """Copy the inputs of this step to where the graphs read them."""

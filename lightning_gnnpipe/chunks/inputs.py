@@ -24,12 +24,7 @@ class PassInputs(ABC):
 
     def slice(self, chunk: Any, names: Iterable[str]) -> dict[str, Any]:
         """Return the chunk's part of each leaf in `names`."""
-        return {name: self._part(chunk, name) for name in names}
-
-    def _part(self, chunk: Any, name: str) -> Any:
-        """Return the chunk's part of a leaf, or a float of the call."""
-        number = None if self._call is None else self._call.numbers.get(name)
-        return self._slice(chunk, name) if number is None else number
+        return {name: self._slice(chunk, name) for name in names}
 
     def add_grads(self, chunk: Any, leaves: dict[str, Any]) -> None:
         """Add the gradients of a chunk's leaves to the gradients of the whole leaves."""
@@ -148,7 +143,7 @@ class PlannedInputs(PassInputs):
         known = self._slices.setdefault((chunk.index, chunk.is_whole), {})
         found = {}
         for name in names:
-            found[name] = known[name] if name in known else self._part(chunk, name)
+            found[name] = known[name] if name in known else self._slice(chunk, name)
             if name in self._lasting:
                 known[name] = found[name]
         return found

@@ -276,7 +276,7 @@ def run_segments(
                 if segment.has_inplace and is_tensor and value.is_floating_point():
                     value = value.clone()
                 inputs.append(value)
-                if is_tensor and name.startswith("leaf_"):
+                if name.startswith("leaf_"):
                     leaves[name] = value
             if seed_of is not None:
                 _seed(seed_of(segment.index, chunk.index), inputs)

@@ -126,9 +126,10 @@ class PipelineEngine:
         self._checks.hooks()
         module, batch, known = self.model.module, self.step.batch, self.model.matrices
         mask_weights(module)
-        if isinstance(getattr(batch, "stored", None), StoredGraph):
-            self.graphs.stored = batch.stored
-            self.options.given = self.options.given.with_chunks_of(batch.stored)
+        stored = getattr(batch, "stored", None)
+        stored = stored if isinstance(stored, StoredGraph) else None
+        if stored is not self.options.stored:
+            self.options.open(stored)
         call = flatten_call(module, args, kwargs, lambda: num_nodes(batch), method, known)
         call, in_batch = self._checks.find_batch(call, graph_of_node(batch))
         call = call if in_batch is not None else self.model.attach(call)
@@ -249,7 +250,8 @@ class PipelineEngine:
         self._state.begin()
         is_resumed = self._take_saved()
         if key is not None and self.graphs.trained is None:
-            if self.options.given.has_free_chunks:  # K is unknown until layers are measured
+            is_free = self.options.cut.has_free_chunks and self.options.num_stages > 1
+            if is_free:  # K is unknown until layers are measured
                 check_graph(inputs.edge_index, inputs.num_nodes)
             else:
                 self.graphs.cut(key.graph, inputs)  # layers are measured on its chunks

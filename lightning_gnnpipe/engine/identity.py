@@ -58,7 +58,9 @@ class InputKey:
     def changed(self, before: InputKey) -> list[str]:
         """Return the names of the parts that differ from `before`."""
         names = [name for name, number in self.parts.items() if before.parts.get(name) != number]
-        return names + [name for name in before.parts if name not in self.parts]
+        names += [name for name in before.parts if name not in self.parts]
+        # All plain arguments are in "option" as well.
+        return [name for name in names if name != "option"] or names
 
     def reading(self, leaves: Collection[int], options: int, agreed: int) -> InputKey:
         """Return the key of the tensors in slots `leaves` and the `options` that the forward reads.

@@ -31,7 +31,6 @@ from lightning_gnnpipe.engine.shared import SharedStore
 from lightning_gnnpipe.errors import Fallbacks
 from lightning_gnnpipe.graph import (
     ChunkPlan,
-    StoredGraph,
     check_graph,
     edge_cut_frac,
     edges_within,
@@ -150,7 +149,6 @@ class GraphCache:
         self.histories = options.given.histories.seen_from(transport.world.device)
         self.inputs = KnownInputs(is_quiet=not transport.world.is_root)
         self.trained: Histories | None = None
-        self.stored: StoredGraph | None = None  # the graph that was opened from a folder, if any
         self._options, self._transport = options, transport
         self._graphs: OrderedDict[tuple[int, bool], PlannedGraph] = OrderedDict()
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
@@ -224,12 +222,12 @@ class GraphCache:
         options, folder = self._options, self._options.given.plan_folder
         index, num_shards = self._transport.mesh.shard, self._transport.mesh.num_shards
         is_dropping = is_cut and options.given.cross_chunk_edges == "drop"
-        if self.stored is None or self.stored.number != fingerprint:
+        if (stored := options.stored) is None or stored.number != fingerprint:
             check_graph(edge_index, num_nodes)
         elif num_shards == 1 and not is_dropping:
             is_whole = not is_cut or options.count_chunks(num_nodes) == 1
-            if is_whole or options.given.partition is self.stored.parts:
-                plan, cut_frac = self.stored.plan, 0.0 if is_whole else self.stored.cut_frac
+            if is_whole or options.cut.partition is stored.parts:
+                plan, cut_frac = stored.plan, 0.0 if is_whole else stored.cut_frac
                 plan = (plan.whole if is_whole else plan).to(self._transport.world.device)
                 return PlannedGraph(plan, self._transport, cut_frac=cut_frac)
         assignment = torch.zeros(num_nodes, dtype=torch.int64)
@@ -268,7 +266,7 @@ class GraphCache:
     def _assign(self, fingerprint: int, edge_index: Tensor, num_nodes: int) -> Tensor:
         """Return `[num_nodes]` the chunk of each node."""
         num_chunks, seed = self._options.count_chunks(num_nodes), self._options.seed
-        method, folder = self._options.given.partition, self._options.given.plan_folder
+        method, folder = self._options.cut.partition, self._options.given.plan_folder
         work = partial(
             partition_nodes, edge_index, num_nodes, num_chunks=num_chunks, method=method, seed=seed
         )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -57,22 +57,22 @@ def _read(path: Path, key: int) -> Tensor:
     parts, digest = content[:-_NUM_CHECKED], content[-_NUM_CHECKED:]
     if not parts or digest != _digest(key, parts):
         raise ValueError("it is damaged")
-    os.utime(path)
+    with suppress(PermissionError):  # another user's
+        os.utime(path)
     return torch.frombuffer(bytearray(parts), dtype=torch.int32).long()
 
 
 def _write(path: Path, key: int, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # With the suffix, so that what a killed run leaves makes room too.
-    with NamedTemporaryFile(dir=path.parent, suffix=_SUFFIX, delete=False) as file:
-        try:
-            file.write(content + _digest(key, content))
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
-    with suppress(FileNotFoundError):  # another run makes room
+    partial = path.with_name(f"tmp{uuid4().hex}{_SUFFIX}")
+    try:
+        partial.write_bytes(content + _digest(key, content))
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    with suppress(FileNotFoundError, PermissionError):  # another run makes room, another user's
         total = 0
         for one in sorted(path.parent.glob(f"*{_SUFFIX}"), key=lambda one: -one.stat().st_mtime):
             total += one.stat().st_size

@@ -19,6 +19,7 @@ from lightning_gnnpipe.errors import ConfigError, GraphError
 from lightning_gnnpipe.types import Partition
 
 _NUM_SWEEPS = 3
+_BLOCK = 1 << 20  # numbers that are looked at together
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -295,13 +296,19 @@ def first_not_finite(values: object, where: str = "in row") -> str | None:
     """Return the first value of a dense tensor that is nan or infinite, as "nan in row 3"."""
     if not isinstance(values, Tensor) or values.layout is not torch.strided:
         return None
-    if not values.is_floating_point() or bool((is_finite := values.isfinite()).all()):
+    if not values.is_floating_point():
         return None
-    place = (~is_finite).nonzero()[0].tolist()
-    named = zip((where, ", column", *[","] * len(place)), place, strict=False)
-    return f"{float(values[tuple(place)]):g} " + "".join(
-        f"{name} {number}" for name, number in named
-    )
+    rows = values.detach() if values.dim() else values.detach().view(1)
+    height = max(_BLOCK // max(rows[:1].numel(), 1), 1)
+    for first in range(0, rows.size(0), height):
+        block = rows[first : first + height]
+        if not bool((is_finite := block.isfinite()).all()):
+            place = (~is_finite).nonzero()[0].tolist()
+            numbers = [first + place[0], *place[1:]][: values.dim()]
+            named = zip((where, ", column", *[","] * len(place)), numbers, strict=False)
+            value = float(block[tuple(place)])
+            return f"{value:g} " + "".join(f"{name} {number}" for name, number in named)
+    return None
 
 
 def check_num_chunks(num_chunks: int, num_nodes: int) -> None:

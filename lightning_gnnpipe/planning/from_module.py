@@ -16,7 +16,7 @@ from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.graph import StoredGraph
 from lightning_gnnpipe.layers import check_replicas
 from lightning_gnnpipe.methods import PipelinedMethod, is_one_graph
-from lightning_gnnpipe.options import StrategyOptions
+from lightning_gnnpipe.options import RunOptions, StrategyOptions
 from lightning_gnnpipe.planning.closed_forms import LINK_GBIT_PER_S, MESSAGE_S, Link
 from lightning_gnnpipe.planning.forecast import Forecaster, Target
 from lightning_gnnpipe.planning.pipeline_plan import PipelinePlan
@@ -115,7 +115,9 @@ def plan_pipeline(
         )
     check_replicas(options.data_parallel)
     if isinstance(getattr(batch, "stored", None), StoredGraph):
-        options = options.with_chunks_of(batch.stored)
+        run = RunOptions(options, asked[0] if asked else num_devices)
+        run.open(batch.stored)
+        options = run.cut
     target = Target(
         module=pipelined,
         root=module,

@@ -196,7 +196,7 @@ class _Check:
             _check_buffers(module, buffers)
             unread = unread_after(layers.segments, layers.outputs)
             run_segments(layers.segments, values, None, context, unread=unread)
-        output = layers.rebuild_output([values[name] for name in layers.outputs], call)
+        output = layers.rebuild_output([values[name] for name in layers.outputs], call.leaves)
         _check_structure(output, result)
         ours = flatten(output)
         size = _difference(zip(ours, exact, strict=True), _OF_VALUES)
@@ -258,9 +258,8 @@ class _Check:
         return parts
 
     def _named(self, call: Call) -> dict[str, Any]:
-        """Return the leaves, floats and number of graphs of `call`, by name in the trace."""
+        """Return the leaves of `call`, and the number of graphs, by the names in the trace."""
         named: dict[str, Any] = {f"leaf_{slot}": leaf for slot, leaf in enumerate(call.leaves)}
-        named |= call.numbers
         return named if self._num_graphs is None else named | {NUM_GRAPHS: self._num_graphs}
 
     def _rows(

@@ -130,11 +130,9 @@ def _entries(module: Any) -> list[tuple[nn.Module, str]]:
     return [(layer, str(text)) for layer, text in entries]
 
 
-def run_listed(
-    call: Call, module: Any, leaves: Sequence[Any], num_graphs: Any, numbers: Mapping[str, Any]
-) -> Any:
+def run_listed(call: Call, module: Any, leaves: Sequence[Any], num_graphs: Any) -> Any:
     """Call the listed layers in order and return the outputs of the last one; see `Call.run`."""
-    args, kwargs = call.rebuild(leaves, num_graphs, numbers)
+    args, kwargs = call.rebuild(leaves, num_graphs)
     bound = inspect.signature(getattr(type(module), call.method)).bind(module, *args, **kwargs)
     bound.apply_defaults()
     values = dict(bound.arguments)

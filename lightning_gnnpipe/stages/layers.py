@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from lightning_gnnpipe.calls import Call, Kind
+from lightning_gnnpipe.calls import Kind
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.stages.find import calls_passing
 from lightning_gnnpipe.stages.mixing import (
@@ -88,17 +88,15 @@ class Layers:
         nodes = (node for one in self.segments for node in one.module.graph.nodes)
         return [strip_root(str(node.target)) for node in nodes if node.op == "call_module"]
 
-    def rebuild_output(self, tensors: Sequence[Tensor], call: Call) -> Any:
-        """Return the model's output in `call`; `tensors` are in the order of `outputs`."""
-        by_name: dict[str, Any] = dict(zip(self.outputs, tensors, strict=True))
+    def rebuild_output(self, tensors: Sequence[Tensor], leaves: Sequence[Tensor] = ()) -> Any:
+        """Return the model's output; `tensors` are in the order of `outputs`."""
+        by_name = dict(zip(self.outputs, tensors, strict=True))
         if self.head is None:
             return _thaw(fx.node.map_arg(self.output_template, lambda node: by_name[node.name]))
-        by_name |= {f"leaf_{i}": leaf for i, leaf in enumerate(call.leaves)}
-        by_name.update(call.numbers)
+        by_name |= {f"leaf_{i}": leaf for i, leaf in enumerate(leaves)}
         given = [by_name[name] for name in self.head.inputs]
         if self.head.has_inplace:
-            floating = [isinstance(one, Tensor) and one.is_floating_point() for one in given]
-            given = [one.clone() if f else one for one, f in zip(given, floating, strict=True)]
+            given = [one.clone() if one.is_floating_point() else one for one in given]
         return _thaw(self.head.module(*given))
 
 

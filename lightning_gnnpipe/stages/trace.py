@@ -70,8 +70,7 @@ def trace(
 ) -> fx.Graph:
     """Return the graph of the method that is called.
 
-    Placeholders `leaf_0`, `leaf_1`, ... are the leaves, `leaf_number_0` ... are floats and
-    `leaf_num_graphs` is the number of graphs.
+    Placeholders `leaf_0`, `leaf_1`, ... are the leaves, `leaf_num_graphs` is the number of graphs.
     Targets begin with "module.". Values other than tensors are baked in: see `Guard`. `run` has
     values of all nodes.
     `is_grad_enabled`: autograd mode of the user's call.
@@ -191,11 +190,10 @@ class Caller(nn.Module):
         self._call = call
 
     def forward(self, *leaves: Any) -> Any:
-        call, module = self._call, getattr(self, ROOT)
-        count = leaves[-1] if call.has_graphs else None
-        numbers = dict(zip(call.numbers, leaves[len(call.leaves) :], strict=False))
+        count = leaves[-1] if self._call.has_graphs else None
+        module = getattr(self, ROOT)
         run = run_listed if is_listed(module) else Call.run
-        return run(call, module, leaves, count, numbers)
+        return run(self._call, module, leaves, count)
 
 
 class _Outline(fx.Tracer):
@@ -357,7 +355,7 @@ class Tracer(_Outline):
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
         names = [f"leaf_{i}" for i in range(len(self._call.leaves))]
-        names += [*self._call.numbers, *([NUM_GRAPHS] if self._call.has_graphs else [])]
+        names += [NUM_GRAPHS] if self._call.has_graphs else []
         given = [self.create_proxy("placeholder", name, (), {}) for name in names]
         return type(self.root).forward, [self.root, *given]
 

@@ -100,6 +100,11 @@ class Sample:
     is_whole: bool = False  # it is the whole graph
 
     @property
+    def arguments(self) -> tuple[Tensor | int, ...]:
+        """Arguments of the traced graph."""
+        return self.leaves if self.graphs is None else (*self.leaves, self.graphs.num_graphs)
+
+    @property
     def row_kinds(self) -> dict[int, tuple[Kind, int]]:
         """Map a number of rows to (kind, edge set); ambiguous numbers are left out.
 
@@ -200,8 +205,7 @@ class _Run(fx.Interpreter):
 
     def __init__(self, root: nn.Module, call: Call, sample: Sample) -> None:
         super().__init__(root, garbage_collect_values=False, graph=fx.Graph())
-        count = () if sample.graphs is None else (sample.graphs.num_graphs,)
-        self.args_iter = iter((*sample.leaves, *call.numbers.values(), *count))
+        self.args_iter = iter(sample.arguments)
         self._rows = {id(call.leaves[slot]): sample.leaves[slot] for slot in call.held}
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:

@@ -52,10 +52,9 @@ log = logging.getLogger(__name__)
 
 _NUM_MODES, _MANY_CHANGES = 8, 3
 _TRACED_ANEW = (
-    "Forward is traced anew each time that %s changes. To trace once, "
-    "keep a number in a buffer and change it in place, self.scale.fill_(0.5), and "
-    "decide nothing by its value. Keep what forward does not read in a callback, in a metric of "
-    "torchmetrics or in a collections.deque()."
+    "Forward is traced anew each time that %s changes. To trace once, keep numbers that forward "
+    "reads in a buffer and change it in place: self.scale.fill_(0.5). Keep what it does not read "
+    "in a callback, in a metric of torchmetrics or in a collections.deque()."
 )
 
 Key = tuple[Hashable, State]  # see `_trace_key`
@@ -104,7 +103,7 @@ class Mode:
     ) -> Any:
         """Return what the call returns; a head draws its random numbers `seeded`."""
         with seeded() if self.layers.head else nullcontext():
-            return self.layers.rebuild_output(outputs, call)
+            return self.layers.rebuild_output(outputs, call.leaves)
 
 
 class PipelinedModel:
@@ -126,7 +125,6 @@ class PipelinedModel:
         self._transport, self._options = transport, options
         self._check, self._is_cut, self._modes = check, is_cut, dict[Key, Mode]()
         self._num_changes, self._given = 0, dict[str, str]()  # the latter: plain arguments
-        self._fixes_numbers = True  # a forward may look at the type or value of a float
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
         self.on_split: OnSplit | None = None  # called once, in the first training step
         self.costs: StepCosts | None = None  # once measured
@@ -185,7 +183,6 @@ class PipelinedModel:
 
     def _key(self, call: Call, inputs: Inputs) -> Key:
         device = self._transport.world.device
-        call = call.with_fixed_numbers() if self._fixes_numbers else call
         return _trace_key(self.module, call, inputs, device), self._guard.state()
 
     def _trace_all(self, call: Call, inputs: Inputs, *, also_train: bool) -> Key:
@@ -270,14 +267,7 @@ class PipelinedModel:
 
     def _note_change(self, call: Call) -> None:
         """Warn once if attributes or plain arguments change often, at a trace each."""
-        before, self._given = (
-            self._given,
-            {
-                name: repr(value)
-                for name, value in call.options.items()
-                if self._fixes_numbers or not isinstance(value, float)
-            },
-        )
+        before, self._given = self._given, {n: repr(value) for n, value in call.options.items()}
         given = [n for n, text in self._given.items() if before.get(n, text) != text]
         changed = [f"its argument '{name}'" for name in given]
         if self.is_split:
@@ -288,21 +278,9 @@ class PipelinedModel:
             self._fallbacks.tell(_TRACED_ANEW, ", ".join(changed))
 
     def _trace(self, call: Call, inputs: Inputs) -> Key:
-        """Trace the module in its present mode, unless cached.
-
-        Floats among the arguments are inputs of the trace, or constants if that fails.
-        """
+        """Trace the module in its present mode, unless cached."""
         if (found := self._find(call, inputs)) is not None:
             return found
-        if self._fixes_numbers or not call.numbers:
-            return self._trace_new(call.with_fixed_numbers(), inputs)
-        try:
-            return self._trace_new(call, inputs)
-        except UnsupportedError:
-            self._fixes_numbers = True
-        return self._trace(call, inputs)
-
-    def _trace_new(self, call: Call, inputs: Inputs) -> Key:
         _check_parameters(self.module)
         first, state = self._key(call, inputs)
         known = {

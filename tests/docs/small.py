@@ -2,7 +2,7 @@
 
 The blocks are run as they are printed, but for this: PyG's Planetoid is a graph of 70 nodes, with
 Cora's numbers of features and classes, and OGB's node data set has as many nodes, with ogbn-arxiv's
-number of features; `make_communities` makes 200 nodes at most; no Trainer runs longer than 4
+number of features; `make_communities` makes 200 nodes; no Trainer runs longer than 4
 epochs, of which a StalenessWarmup makes one exact; Trainers show neither progress nor summaries.
 Commands run 2 epochs.
 """
@@ -20,7 +20,8 @@ import torch
 import torch_geometric.datasets
 from torch_geometric.data import Data, InMemoryDataset
 
-from lightning_gnnpipe import GNNPipeStrategy, StalenessWarmup, synthetic
+import lightning_gnnpipe
+from lightning_gnnpipe import GNNPipeStrategy, StalenessWarmup, make_communities
 
 NUM_NODES, NUM_FEATURES, NUM_CLASSES = 70, 1433, 7
 NUM_OGB_FEATURES = 128
@@ -32,8 +33,7 @@ def install(
 ) -> None:
     """Make everything small; `start_method` is for strategies that would run the script again."""
     patch.setattr(torch_geometric.datasets, "Planetoid", SmallPlanetoid)
-    make = synthetic.make_communities
-    patch.setattr(synthetic, "make_communities", lambda num_nodes: make(min(num_nodes, 200)))
+    patch.setattr(lightning_gnnpipe, "make_communities", lambda num_nodes: make_communities(200))
     ogb: Any = ModuleType("ogb.nodeproppred")
     ogb.PygNodePropPredDataset = SmallOGB
     for module in (ModuleType("ogb"), ogb):

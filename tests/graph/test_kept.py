@@ -118,6 +118,23 @@ def test_the_least_recently_used_make_room(
     assert work.count == 4
 
 
+def test_other_users_read_what_is_kept(
+    tmp_path: Path, work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = os.umask(0o027)
+    keep(tmp_path, work)
+    os.umask(earlier)
+    [path] = tmp_path.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o640
+
+    def refuse(*paths: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "utime", refuse)  # only the owner may
+    keep(tmp_path, work)
+    assert work.count == 1
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_second_run_starts_without_metis(
     shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

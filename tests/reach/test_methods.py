@@ -233,7 +233,9 @@ class Anneals(Encoder):
 
 class Decides(Anneals):
     def forward(self, x: Tensor, edge_index: Tensor, tau: float = 1.0) -> Tensor:
-        return super().forward(-x if tau < 0 else x, edge_index, tau)
+        """Look at the float in ways that a placeholder would answer wrongly, without an error."""
+        scale = {1.0: 3.0, 0.9: 5.0}.get(tau, 1.0) if isinstance(tau, float) else 7.0
+        return super().forward(-x if tau < 0 else x * scale, edge_index, tau)
 
 
 class Annealed(OneCalled):
