@@ -12,6 +12,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.prune import BasePruningMethod
 from torch.utils import _python_dispatch, _pytree
 
@@ -32,6 +33,24 @@ def version_of(tensor: Tensor) -> int:
 def fills_grad_of(accumulator: Any) -> bool:
     """Whether the running backward fills a leaf's `grad`; `accumulator` is its node."""
     return bool(torch._C._will_engine_execute_node(accumulator))
+
+
+def node_of(tensor: Tensor) -> Any:
+    """Return the node of autograd that `tensor` gets its gradient from; None if it needs none."""
+    return get_gradient_edge(tensor).node if tensor.requires_grad else None
+
+
+def leaves_behind(results: Iterable[Tensor], ends: Iterable[Any] = ()) -> list[Tensor]:
+    """Return the leaves that get gradients of `results`, other than through the nodes `ends`."""
+    known, new, leaves = {None, *ends}, [*map(node_of, results)], []
+    while new:
+        if (node := new.pop()) in known:
+            continue
+        known.add(node)
+        new += [source for source, _ in node.next_functions]
+        if type(node).__name__ == "AccumulateGrad":
+            leaves.append(node.variable)
+    return leaves
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -174,6 +174,10 @@ class StrategyOptions:
         if self.num_stages == 1:
             names, why = ("cut_codec", "repeat_encoder"), "there is only one stage"
             self._refuse_given(names, "num_stages=1", why, "use num_stages='auto'")
+        if self.num_stages == 1 and self.exact_in_chunks:
+            setting = "num_stages=1 and exact_in_chunks=True"
+            why, use = "every step is exact, so nothing is stale", "leave out exact_in_chunks"
+            self._refuse_given((*_OF_ROWS, "cuda_graphs"), setting, why, use)
 
         for name in filter(self._is_given, ("graph_parallel", "cross_chunk_edges")):
             if self.exact_in_chunks:
@@ -361,6 +365,18 @@ class RunOptions:
         is_free = self.cut.has_free_chunks and self.chosen is None and not self.given.recompute
         is_fixed = torch.are_deterministic_algorithms_enabled()
         return is_free and not is_fixed and self.measures(num_layers)
+
+    def fits(self, num_nodes: int) -> bool:
+        """Whether a graph has as many nodes as the partition, and no fewer than chunks."""
+        partition, num_chunks = self.cut.partition, self.cut.num_chunks
+        if isinstance(partition, Tensor) and partition.numel() != num_nodes:
+            return False
+        return num_chunks == "auto" or num_chunks <= num_nodes
+
+    @property
+    def trains_exactly(self) -> bool:
+        """Whether all training steps on a graph are exact: `exact_in_chunks` on one stage."""
+        return self.given.exact_in_chunks and self.num_stages == 1
 
     def count_chunks(self, num_nodes: int) -> int:
         """Return K for a graph; raise ConfigError if it is out of range or not the partition's."""

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_gnnpipe._compat_torch import leaves_behind
 from lightning_gnnpipe.chunks.step import PassSpec, Step, kept_buffers, run_segments
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
 from lightning_gnnpipe.passing import MessageContext
-from lightning_gnnpipe.stages import Segment
+from lightning_gnnpipe.stages import Segment, restored_on_errors
 from lightning_gnnpipe.staleness import ExactStore, NotYet
 from lightning_gnnpipe.types import Phase
 
@@ -135,7 +136,8 @@ class ExactStep(Step):
 
     def _run(self, segment: Segment, chunk: Chunk, inputs: Mapping[str, Any]) -> dict[str, Any]:
         values = dict(inputs)
-        run_segments([segment], values, chunk, self.spec.context, self.spec.seed_of)
+        with restored_on_errors(segment.module):  # and where it waits
+            run_segments([segment], values, chunk, self.spec.context, self.spec.seed_of)
         return values
 
     def _compute_layer(
@@ -158,27 +160,25 @@ class ExactStep(Step):
         with self._autocast(), torch.enable_grad(), kept_buffers([segment]):
             values = self._run(segment, chunk, inputs)
         grads, ends = self._grads[chunk.index], segment.outputs
-        roots = [(values[n], grads[n]) for n in ends if n in grads and values[n].requires_grad]
-        needing = {n: v for n, v in inputs.items() if isinstance(v, Tensor) and v.requires_grad}
-        weights = [p for p in segment.module.parameters() if p.requires_grad]
-        found: Sequence[Tensor | None] = [None] * (len(needing) + len(weights))
-        if roots and found:
-            sources = [*needing.values(), *weights]
-            outputs, of_outputs = zip(*roots, strict=True)
+        roots = [n for n in ends if n in grads and values[n].requires_grad]
+        outputs = [values[name] for name in roots]
+        # All at once, and also of weights that other modules hold: a run that waits adds nothing.
+        sources, found = leaves_behind(outputs), list[Tensor | None]()
+        if sources:
+            of_outputs = [grads[name] for name in roots]
             with torch.autocast(self._device.type, enabled=False):
-                found = torch.autograd.grad(outputs, sources, of_outputs, allow_unused=True)
+                found += torch.autograd.grad(
+                    outputs, sources, of_outputs, retain_graph=True, allow_unused=True
+                )
         for name in ends:
             grads.pop(name, None)
-        for (name, tensor), grad in zip(needing.items(), found, strict=False):
-            if grad is None:
-                continue
-            if name in self._leaves[chunk.index]:
-                tensor.grad = grad if tensor.grad is None else tensor.grad + grad
-            else:
+        names = {id(inputs[name]): name for name in inputs if not name.startswith("leaf_")}
+        for source, grad in zip(sources, found, strict=True):
+            name = names.get(id(source), "")
+            if grad is not None and name:
                 grads[name] = grads[name] + grad if name in grads else grad
-        for weight, grad in zip(weights, found[len(needing) :], strict=True):
-            if grad is not None:
-                torch.autograd.backward([weight], [grad])  # runs hooks
+            elif grad is not None:
+                torch.autograd.backward([source], [grad])
         del by_chunk[chunk.index]
 
     def _differentiable(self, segment: Segment, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -277,14 +277,14 @@ class PipelineEngine:
         is_resumed: bool,
     ) -> Any:
         known, number = self.graphs.inputs, self.num_training_passes
-        is_exact = self.controls.is_exact
+        is_exact = self.controls.is_exact or self.options.trains_exactly
         key = key.reading(mode.layers.read_leaves(), mode.options, agreed.input)
         own = self.graphs.for_training(key, inputs, agreed.num_bytes)
         if self.model.on_split is not None:
             self.model.tell_split(mode, inputs, own.graph.plan)
-        if not own.filled:
-            self._checks.chunks(own.graph)
         needs_no_history = self._passes.needs_no_history(own.graph)
+        if not own.filled and not needs_no_history:
+            self._checks.chunks(own.graph)
         if not needs_no_history and (is_resumed or known.saved):
             self._passes.take_saved(own, key.number, mode, is_resumed=is_resumed)
         if self.controls.refreshes:

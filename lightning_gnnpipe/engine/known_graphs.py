@@ -187,14 +187,20 @@ class GraphCache:
         return graph
 
     def for_inference(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:
-        """Return the graph with all edges: the training plan if it has them."""
+        """Return the graph with all edges: the training plan if it has them.
+
+        With `exact_in_chunks` a graph that these chunks do not fit is one chunk.
+        """
         cut = self._graphs.get((fingerprint, True))
         if cut is not None and cut.is_complete:
             return cut
-        return self._get(fingerprint, inputs, is_cut=self._options.given.exact_in_chunks)
+        is_cut = self._options.given.exact_in_chunks and self._options.fits(inputs.num_nodes)
+        return self._get(fingerprint, inputs, is_cut=is_cut)
 
     def is_cut(self, inputs: Inputs) -> bool:
-        """Whether training may use several chunks or shards for this graph."""
+        """Whether training may use several chunks or shards for this graph, or for larger ones."""
+        if not self._options.fits(inputs.num_nodes):
+            return True
         return self._options.count_chunks(inputs.num_nodes) * self._transport.mesh.num_shards > 1
 
     def cut_to_measure(self, fingerprint: int, inputs: Inputs) -> ChunkPlan | int:

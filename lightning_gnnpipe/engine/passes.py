@@ -86,9 +86,10 @@ class Passes:
         return self._model.mode(call, inputs, measure, also_train=self._options.is_fitting)
 
     def needs_no_history(self, graph: PlannedGraph) -> bool:
-        """Whether there are several chunks and none reads rows of another."""
+        """Whether there are several chunks and none reads rows of another, or of earlier steps."""
         plan, layers = graph.plan, self._model.intercepted
-        return plan.num_chunks > 1 and plan.is_disjoint and not layers.sees_all_nodes
+        is_apart = plan.is_disjoint and not layers.sees_all_nodes
+        return plan.num_chunks > 1 and (is_apart or self._options.trains_exactly)
 
     def refresh(self, call: Call, inputs: Inputs, own: Histories, key: InputKey) -> None:
         """Recompute the histories of an input by an exact pass without dropout."""
@@ -236,7 +237,8 @@ class Passes:
         Not with norms over all nodes, whose statistics differ in training, nor with asynchronous
         shards, where it would receive rows that are still in flight.
         """
-        if not self._controls.takes_validation or own.is_renewed:
+        is_asked = self._controls.takes_validation and not self.needs_no_history(own.graph)
+        if not is_asked or own.is_renewed:
             return False
         return not self._options.given.async_halo and not self._model.intercepted.norms
 

@@ -7,6 +7,7 @@ from lightning_gnnpipe.stages.attributes import (
     HeldTensors,
     State,
     restore_buffers,
+    restored_on_errors,
     undisturbed,
 )
 from lightning_gnnpipe.stages.cut import cut_module

@@ -37,6 +37,7 @@ def cut_module(
     finds_repeatable: bool = True,
     is_grad_enabled: bool = True,
     is_cut: bool = True,
+    is_shared: bool = False,
     known: Iterable[Layers] = (),
 ) -> Layers:
     """Trace `module` in its present mode and cut it into layers; if `known`, return these.
@@ -44,6 +45,7 @@ def cut_module(
     `served`: modules that run differently on chunks. `finds_repeatable`: look for values that later
     stages can recompute; not in a batch of graphs, whose row counts vary. `is_cut`: the graph may
     be cut into chunks. If not, a module with weights of single nodes runs on the whole graph.
+    `is_shared`: see `SampleRun`.
     """
     has_graphs = inputs.graphs is not None
     remedy, repeats = remedy_for_size(module, inputs), finds_repeatable and not has_graphs
@@ -63,13 +65,14 @@ def cut_module(
             return find_repeatable(layers, run, served)
         return layers
 
-    run = SampleRun(draw_samples(module, call, inputs), call, remedy)
+    run = SampleRun(draw_samples(module, call, inputs), call, remedy, is_shared=is_shared)
     try:
         return trace_and_cut(run)
     except UnsupportedError:
         if is_cut or has_graphs or not run.has_failed:
             raise
-    return trace_and_cut(SampleRun((whole_sample(call, inputs),), call, remedy))
+    whole = (whole_sample(call, inputs),)
+    return trace_and_cut(SampleRun(whole, call, remedy, is_shared=is_shared))
 
 
 def _cut(

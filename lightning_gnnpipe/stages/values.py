@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch_geometric.nn import MessagePassing
 
-from lightning_gnnpipe._compat_torch import version_of
+from lightning_gnnpipe._compat_torch import leaves_behind, node_of, pytree, version_of
 from lightning_gnnpipe.calls import Call, GraphBatch, Inputs, Kind, draw_graphs, is_of_pairs
 from lightning_gnnpipe.errors import UnsupportedError, first_line
 from lightning_gnnpipe.passing import is_matrix
@@ -225,13 +225,16 @@ class SampleRun:
 
     samples: One, or two of different sizes: sizes that differ are no widths.
     values: Of the first sample, by node name.
+    is_shared: Several ranks share the layers, and sum gradients of the weights that these hold.
     draws: Names of nodes that draw random numbers.
     changers: Names of nodes that change buffers of modules.
     writers: By the name of a node, the names of those that overwrite its result.
     """
 
-    def __init__(self, samples: Sequence[Sample], call: Call, remedy: str = "") -> None:
-        self.sample, self._samples = samples[0], samples
+    def __init__(
+        self, samples: Sequence[Sample], call: Call, remedy: str = "", *, is_shared: bool = False
+    ) -> None:
+        self.sample, self._samples, self._is_shared = samples[0], samples, is_shared
         self._call, self._remedy, self._kinds = call, remedy, samples[0].row_kinds
         named = zip(call.names, call.leaves, strict=True)  # numbers of pairs change with each call
         self._pairs = {leaf.size(-1) for name, leaf in named if is_of_pairs(name) and leaf.dim()}
@@ -262,7 +265,10 @@ class SampleRun:
         first, *rest = self._runs
         try:
             versions = self._versions_now()
+            ends = {node_of(one) for one in first.env.values() if isinstance(one, Tensor)}
             result = self._result(first, node)
+            if self._is_shared and node.op == "call_module":
+                self._check_weights(node, result, ends)
         except (UnsupportedError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -284,6 +290,21 @@ class SampleRun:
             except Exception as error:  # raised if a question needs it
                 self._failed.append((error, node))
         self._note(node, result)
+
+    def _check_weights(self, node: fx.Node, result: Any, ends: set[Any]) -> None:
+        """Refuse a layer that reads a weight of another one; `ends`: nodes of its inputs."""
+        layer = self._root.get_submodule(str(node.target))
+        held = set(map(id, layer.parameters()))
+        results = [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
+        for leaf in leaves_behind(results, ends):
+            if id(leaf) not in held:
+                raise UnsupportedError(
+                    expected="layers to hold the weights that they read, on several devices",
+                    found=f"a {type(layer).__name__} that reads one of shape {list(leaf.shape)} "
+                    f"of another module{at(line_of_node(node))}",
+                    remedy="Register it in the layer as well: self.shared = shared in __init__. "
+                    "Ranks sum the gradients of weights that several layers hold.",
+                )
 
     def check_writes(self) -> None:
         """Refuse writes to leaves that are no arguments."""

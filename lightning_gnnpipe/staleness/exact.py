@@ -12,8 +12,11 @@ from lightning_gnnpipe.staleness.moments import float_of, mean_and_var, row_sums
 from lightning_gnnpipe.staleness.store import NEVER, GradientBuffer, HistoryStore
 
 
-class NotYet(Exception):
-    """A chunk needs what other chunks have not written: it stops, and runs again after them."""
+class NotYet(BaseException):
+    """A chunk needs what other chunks have not written: it stops, and runs again after them.
+
+    Layers may catch exceptions, but not this one.
+    """
 
 
 class ExactStore(HistoryStore):

@@ -305,6 +305,7 @@ class PipelinedModel:
                 finds_repeatable=bool(self._options.given.repeat_encoder),
                 is_grad_enabled=records,
                 is_cut=inputs.graphs is not None or self._is_cut(inputs),
+                is_shared=self._transport.has_others,
                 known=[self._modes[key].layers for key in known.values()],
             )
             before = known.get(id(layers))

@@ -33,10 +33,12 @@ def one_process_engine(
     cross_edges: CrossChunkEdges = "keep",
     cuda_graphs: bool = False,
     exact_in_chunks: bool = False,
+    num_stages: int = 1,
 ) -> PipelineEngine:
     """Return an engine that trains `module` in the chunks of `partition`, `[num_nodes]`.
 
-    `num_chunks` is for batches of graphs, which have the default partition.
+    `num_chunks` is for batches of graphs, which have the default partition. `num_stages`: what the
+    options say; with more than one, steps may be stale with `exact_in_chunks` too.
     """
     timeout = timedelta(seconds=60)
     world = World(rank, num_shards, DEVICE, timeout)
@@ -55,6 +57,6 @@ def one_process_engine(
         self_check=self_check,
         given=method,
     )
-    engine = PipelineEngine(module, transport, RunOptions(given, num_stages=1), Controls())
+    engine = PipelineEngine(module, transport, RunOptions(given, num_stages), Controls())
     engine.set_step(caller="training")
     return engine

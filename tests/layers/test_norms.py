@@ -73,6 +73,8 @@ class Steps:
     def __init__(self, net: Any, **options: Any) -> None:
         self.net = make_stack(net) if isinstance(net, str) else net
         self.plain, self.graph = copy.deepcopy(self.net), make_graph()
+        in_chunks = options.get("exact_in_chunks", False)  # and steps are stale all the same
+        options["num_stages"] = 1 + in_chunks
         self.engine = one_process_engine(self.net, partition=PARTITION, **options)
 
     def run(self, number: int, moves: float = 0.0) -> Tensor:

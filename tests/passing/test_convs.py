@@ -183,7 +183,8 @@ def test_p4_conv_in_the_pipeline_equals_the_oracle(case: ConvCase, exact_in_chun
     batch = make_batch(case=case)
     net, inputs = ConvNet(case, batch), list(batch.values())
     oracle = StaleOracle(net, PARTITION)
-    engine = one_process_engine(net, partition=PARTITION, exact_in_chunks=exact_in_chunks)
+    options = {"exact_in_chunks": exact_in_chunks, "num_stages": 1 + exact_in_chunks}
+    engine = one_process_engine(net, partition=PARTITION, **options)
     check_support(net, num_chunks=3)
     expected = oracle.exact(*inputs)
     assert_same(expected, net(*inputs))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import FullGraphDataModule, StalenessWarmup
+from lightning_gnnpipe import EmbeddingRefresh, FullGraphDataModule, StalenessWarmup
 from tests.helpers.cases import covering, name_of
 from tests.helpers.graphs import GraphCase, all_cases, communities
 from tests.helpers.launch import (
@@ -58,8 +58,7 @@ def fit_both(
         case.data,
         num_chunks=case.num_chunks,
         partition=case.partition,
-        callbacks=[StalenessWarmup(num_epochs=NUM_STEPS)],
-        **{"num_stages": 1, **shared, **piped},
+        **{"num_stages": 1, "callbacks": [StalenessWarmup(NUM_STEPS)], **shared, **piped},
     )
     return found, plain
 
@@ -103,6 +102,24 @@ def test_exact_passes_in_chunks_equal_plain_lightning(
     options = {"num_stages": num_stages, "strategy_kwargs": {"exact_in_chunks": True}}
     piped, plain = fit_both(name, "all", tmp_path, **options)
     assert_transparent(piped, plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "strategy"),
+    [
+        ("gcnii", 2, {"weights": "staged", "recompute": True}),
+        ("gcnii", 2, {"repeat_encoder": True}),
+        ("batch_norm", 1, {"recompute": True}),
+    ],
+)
+def test_exact_passes_in_chunks_beside_other_options(
+    name: str, num_stages: int, strategy: dict[str, Any], tmp_path: Path
+) -> None:
+    """On one stage all steps are exact, without a warm-up, and refreshes find nothing stale."""
+    callbacks = [EmbeddingRefresh(1), *[StalenessWarmup(NUM_STEPS)] * (num_stages - 1)]
+    options = {"num_stages": num_stages, "callbacks": callbacks}
+    options["strategy_kwargs"] = {"exact_in_chunks": True, **strategy}
+    assert_transparent(*fit_both(name, "all", tmp_path, **options))
 
 
 class ComplexModule(ReferenceModule):
