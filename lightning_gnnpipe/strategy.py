@@ -108,9 +108,10 @@ class GNNPipeStrategy(LightningStrategy):
         cuda_graphs: Replay a chunk's forward, and its backward, by one launch each (CUDA graphs):
             for many chunks of small layers. Not tested on a GPU yet. Steps that a StalenessMonitor
             records run without.
-        exact_in_chunks: Run exact passes, in training (the first, warm-up) and in evaluation,
-            layer by layer over the chunks instead of on the whole graph at once: the same numbers
-            but for dropout in training, in less memory, more time.
+        exact_in_chunks: False: exact passes (evaluation, first and warm-up steps) run on the whole
+            graph at once. True: they run layer by layer over the chunks, in less memory and more
+            time: the same numbers, but for which values dropout drops. On one stage all training
+            steps are exact then. Graphs that the chunks do not fit are evaluated at once.
         self_check: Compare the module in chunks with the whole module on a small graph before
             training, forward and backward, and refuse it where they differ.
         timeout: Longest wait for another rank before the run ends.

@@ -15,7 +15,7 @@ from lightning_gnnpipe.staleness.store import NEVER, GradientBuffer, HistoryStor
 class NotYet(BaseException):
     """A chunk needs what other chunks have not written: it stops, and runs again after them.
 
-    Layers may catch exceptions, but not this one.
+    No Exception, which layers may catch.
     """
 
 
