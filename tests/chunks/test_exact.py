@@ -209,8 +209,8 @@ class Layers(nn.Module):
         h, first = self.lin(x), None
         for layer in self.layers:
             is_conv = isinstance(layer, gnn.MessagePassing)
-            h = layer(h, edge_index).tanh() * 1 if is_conv else layer(h)
-            first = h if first is None else first
+            h = layer(h, edge_index).tanh() if is_conv else layer(h)
+            h, first = (h * 1, h) if first is None else (h + first / 2, first)
         return h + first, first, h.argmax(1)
 
 
