@@ -79,10 +79,16 @@ def _prepare() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "gnnpipe prepare", description="Write a graph into a folder for FullGraphDataModule."
     )
-    parser.add_argument("data", help="a folder of x.npy, edge_index.npy, y.npy, train_mask.npy")
+    parser.add_argument(
+        "data",
+        help="a folder of x.npy, edge_index.npy, y.npy, "
+        "train_mask.npy, ...; without masks they are drawn",
+    )
     parser.add_argument("folder", help="the folder to write")
     parser.add_argument("--num_chunks", type=int, required=True)
-    parser.add_argument("--partition", choices=("metis", "random", "contiguous"), default="metis")
+    parser.add_argument(
+        "--partition", choices=("metis", "kaminpar", "random", "contiguous"), default="metis"
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser
 

@@ -34,7 +34,7 @@ def make_communities(
 
     Returns:
         ``x`` of shape [N, num_features], an undirected ``edge_index`` of shape
-        [2, about N avg_degree], and ``y`` of shape [N].
+        [2, about N avg_degree], and ``y`` of shape [N]. ``FullGraphDataModule`` draws masks.
 
     Raises:
         ConfigError: There are fewer than 100 nodes, or ``avg_degree`` is less than 2.

@@ -76,8 +76,12 @@ def find_edge_sets(call: Call, *, needs_edges: bool = True) -> EdgeSets:
         raise GraphError(
             expected="an 'edge_index' of shape [2, num_edges] among the arguments of the "
             "pipelined module",
-            found=", ".join(call.names) or "no tensor",
-            remedy="Pass the edges to its forward as 'edge_index'.",
+            found=", ".join(
+                f"'{name}', {str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
+                for name, leaf in zip(call.names, call.leaves, strict=True)
+            )
+            or "no tensor",
+            remedy="Pass the edges to its forward as 'edge_index', of dtype torch.long.",
         )
     if len(found) > 1 and not named:
         raise UnsupportedError(

@@ -6,6 +6,7 @@ that it has to itself: the model's histories never exist together.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -144,6 +145,7 @@ class StepCosts:
         return next(n for n in times if times[n] <= 1.05 * min(times.values()))
 
 
+_FLOAT = re.compile(r"\d+(\.\d+(e-?\d+)?|e-?\d+)")
 _MOST_RUNS = 5
 _LONGEST_S = 1.0  # for repeated runs of all layers
 _LARGE_WORK = 2**20  # nodes and edges of a chunk that is as fast, for each of them, as any larger
@@ -278,10 +280,14 @@ class _Zeros(HistoryStore):
 
 
 def _form_of(segment: Segment) -> Hashable:
-    """Return a key that is equal for segments that differ only in the values of their weights."""
+    """Return a key that is equal for segments that differ only in weights and other floats."""
     nodes, module = segment.module.graph.nodes, segment.module
     parts = [module.get_submodule(str(one.target)) for one in nodes if one.op == "call_module"]
-    shapes = [(repr(part), *(tuple(p.shape) for p in part.parameters())) for part in parts]
+    names = [_FLOAT.sub("", repr(part)) for part in parts]  # alpha=0.1, eps=1e-05
+    shapes = [
+        (name, *(tuple(p.shape) for p in part.parameters()))
+        for name, part in zip(names, parts, strict=True)
+    ]
     called = [str(one.target) if one.op.startswith("call_f") else one.op for one in nodes]
     return tuple(called), tuple(shapes)
 

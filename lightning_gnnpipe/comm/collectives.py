@@ -250,7 +250,7 @@ def is_communication_error(error: BaseException) -> bool:
 def cause_of(error: BaseException | None) -> str | None:
     """Return type and text of `error`, to send to other ranks."""
     try:
-        return None if error is None else f"{type(error).__name__}: {error}"
+        return None if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
     except Exception:  # of the user's own __str__
         return type(error).__name__
 

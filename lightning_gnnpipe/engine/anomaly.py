@@ -86,7 +86,8 @@ def refuse_loss(loss: float, epoch: int, found: str | None) -> NoReturn:
     """Raise GNNPipeError for the loss; `found`: the first that is not finite in forward."""
     why = f": {found}" if found else ", though all outputs of the network are finite"
     remedy = (
-        "Keep values in range, as in x.clamp(min=1e-6).log(), lower the learning rate, set "
+        "Clean the data if they are not finite. Else keep values in range, as in "
+        "x.clamp(min=1e-6).log(), lower the learning rate, set "
         "Trainer(gradient_clip_val=1.0), or take precision='bf16-mixed' for '16-mixed'."
         if found
         else "If a step may have such a loss, return one without effect: "

@@ -74,10 +74,10 @@ def check_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> tup
     check_num_stages(num_layers, num_stages)
     if len(counts) != num_stages or min(counts) < 1 or sum(counts) != num_layers:
         raise ConfigError(
-            expected=f"'balance' to assign {num_layers} layers to {num_stages} stages, at "
-            "least one to each",
-            found=f"{list(counts)}, {len(counts)} stages and {sum(counts)} layers",
-            remedy="Correct the counts, or use balance='measured'.",
+            expected=f"'balance' to be {num_stages} numbers of layers, for {num_stages} stages, "
+            f"each at least 1 and {num_layers} together",
+            found=f"{list(counts)}",
+            remedy="Correct the numbers, or write balance='measured'.",
         )
     return tuple(counts)
 

@@ -373,10 +373,11 @@ def _refuse_constant(root: nn.Module, value: Any) -> UnsupportedError:
     """Return the error for a tensor that forward reads, and that is none of the call or module."""
     found = next((name for name, one in _plain_tensors(root) if one is value), None)
     what = "a tensor that is no argument" if found is None else f"'self.{found}', no argument"
+    name = "edge_index" if found is None else found.rpartition(".")[2]
     return UnsupportedError(
         f"Forward reads {what}, parameter or buffer of its module{at(line_here())}.\n"
-        "Pass it as an argument of forward, or write self.register_buffer('edge_index', "
-        "edge_index) in __init__.\n"
+        f"Pass it as an argument of forward, or write self.register_buffer('{name}', {name}) in "
+        "__init__.\n"
         "Make new tensors of arguments: x.new_zeros(x.size(0), 8), torch.rand_like(x)."
     )
 

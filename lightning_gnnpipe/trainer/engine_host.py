@@ -311,7 +311,7 @@ def _tell_start(
     if options.weights == "whole" and extra > max(0.5 * sent["staged"], _MUCH_BYTES):
         log.warning(
             "Stages send each other large gradients of weights. %s Write "
-            "GNNPipeStrategy(weights='staged') to send none of them.",
+            "GNNPipeStrategy(weights='staged') to send fewer.",
             compare_weights(sent),
         )
     has_graphs = isinstance(plan, BatchPlan)

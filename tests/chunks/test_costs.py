@@ -28,13 +28,26 @@ class Net(nn.Module):
     def __init__(self, widths: tuple[int, ...] = (D,) * (L + 1)) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(D, widths[0]), nn.Linear(widths[-1], 3)
-        pairs = pairwise(widths)
-        self.convs = nn.ModuleList(gnn.GCNConv(a, b) for a, b in pairs)
+        self.convs = nn.ModuleList(gnn.GCNConv(a, b) for a, b in pairwise(widths))
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         x = self.first(x)
         for conv in self.convs:
             x = conv(x, edge_index).relu()
+        return self.last(x)
+
+
+class Residual(Net):
+    """Layers that differ in a float, as those of GCNII do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(gnn.GCN2Conv(D, 0.1, 0.5, layer + 1) for layer in range(L))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = initial = self.first(x)
+        for conv in self.convs:
+            x = conv(x, initial, edge_index).relu()
         return self.last(x)
 
 
@@ -59,13 +72,14 @@ def measure(net: nn.Module) -> Any:
     return layers, costs.measure_layers(net, layers, plan, call, inputs, HistoryOptions())
 
 
+@pytest.mark.parametrize("kind", [Net, Residual])
 @pytest.mark.parametrize("seed", range(3))
 def test_equal_layers_are_cut_in_halves_on_a_busy_machine(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, kind: type[Net], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(costs, "time", BusyClock(seed))
     monkeypatch.setattr(costs, "_LONGEST_S", 1e9)
-    layers, found = measure(Net())
+    layers, found = measure(kind())
     assert found.assign_layers(layers, 2, ()) == (L // 2, L // 2)
     assert len({cost.compute_s for cost in found.layers[1:-1]}) == 1
 
