@@ -146,7 +146,7 @@ NOT_FINITE: dict[str, tuple[Any, ...]] = {
         Diverges,
     ),
     "an argument": (
-        "epoch 0 is nan: 'x', which forward reads, is inf in row 3, column 1",
+        r"epoch 0 is nan: 'x', which forward reads, is inf in row 3, column 1\.\n.*\nClean it",
         Module,
         graph(x=ONE),
     ),

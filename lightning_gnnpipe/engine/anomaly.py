@@ -25,6 +25,7 @@ from lightning_gnnpipe.steps import Mode
 from lightning_gnnpipe.user_code import at
 
 _NOWHERE = 2**62
+_GIVEN = ", which forward reads, is "
 
 
 class _Watched(fx.Interpreter):
@@ -67,7 +68,7 @@ def find_not_finite(
     read = leaves_of([*mode.layers.segments, *head])
     for slot, (name, leaf) in enumerate(zip(call.names, call.leaves, strict=True)):
         if f"leaf_{slot}" in read and (value := first_not_finite(leaf)) is not None:
-            return f"'{name}', which forward reads, is {value}"
+            return f"'{name}'{_GIVEN}{value}"
     found = dict[int, str]()
     watched = [*mode.stages[transport.mesh.stage].computed, *head]
     with (
@@ -86,13 +87,14 @@ def refuse_loss(loss: float, epoch: int, found: str | None) -> NoReturn:
     """Raise GNNPipeError for the loss; `found`: the first that is not finite in forward."""
     why = f": {found}" if found else ", though all outputs of the network are finite"
     remedy = (
-        "Clean the data if they are not finite. Else keep values in range, as in "
-        "x.clamp(min=1e-6).log(), lower the learning rate, set "
+        "Keep values in range, as in x.clamp(min=1e-6).log(), lower the learning rate, set "
         "Trainer(gradient_clip_val=1.0), or take precision='bf16-mixed' for '16-mixed'."
         if found
         else "If a step may have such a loss, return one without effect: "
         "return loss if loss.isfinite() else 0 * out.sum()"
     )
+    if found and _GIVEN in found:
+        remedy = "Clean it before training, as in x.nan_to_num()."
     raise GNNPipeError(
         f"The loss of epoch {epoch} is {loss:g}{why}.\n"
         f"More steps would make all weights nan, so the run ends.\n{remedy}"
