@@ -316,6 +316,7 @@ class RunOptions:
             by this run or the one it resumes.
         stored: The present graph, if it is from a folder.
         cut: The strategy's options, with the chunks of that folder where they are taken.
+        trains_exactly: All training steps on a graph are exact: `exact_in_chunks` on one stage.
     """
 
     given: StrategyOptions
@@ -325,9 +326,11 @@ class RunOptions:
     chosen: int | None = None
     stored: StoredGraph | None = None
     cut: StrategyOptions = field(init=False)
+    trains_exactly: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.cut = self.given
+        self.trains_exactly = self.given.exact_in_chunks and self.num_stages == 1
 
     def open(self, stored: StoredGraph | None) -> None:
         """Begin a step on a graph from a folder, or on another one."""
@@ -372,11 +375,6 @@ class RunOptions:
         if isinstance(partition, Tensor) and partition.numel() != num_nodes:
             return False
         return num_chunks == "auto" or num_chunks <= num_nodes
-
-    @property
-    def trains_exactly(self) -> bool:
-        """Whether all training steps on a graph are exact: `exact_in_chunks` on one stage."""
-        return self.given.exact_in_chunks and self.num_stages == 1
 
     def count_chunks(self, num_nodes: int) -> int:
         """Return K for a graph; raise ConfigError if it is out of range or not the partition's."""

@@ -37,7 +37,7 @@ LIGHTNING = "lightning.pytorch"
 OWNERS = {
     f"{FABRIC}.cloud_io:": "_load",
     f"{FABRIC}.distributed:": "_get_default_process_group_backend_for_device "
-    "_init_dist_connection _sync_ddp_if_available",
+    "_init_dist_connection _sync_ddp_if_available _set_num_threads_if_needed",
     f"{FABRIC}.types:": "_PATH",
     f"{LIGHTNING}.strategies.launchers:": "_MultiProcessingLauncher _SubprocessScriptLauncher",
     f"{LIGHTNING}.loops.fetchers:": "_DataLoaderIterDataFetcher",

@@ -265,7 +265,8 @@ class SampleRun:
         first, *rest = self._runs
         try:
             versions = self._versions_now()
-            ends = {node_of(one) for one in first.env.values() if isinstance(one, Tensor)}
+            values = pytree.tree_leaves([*first.env.values()])
+            ends = {node_of(one) for one in values if isinstance(one, Tensor)}
             result = self._result(first, node)
             if self._is_shared and node.op == "call_module":
                 self._check_weights(node, result, ends)

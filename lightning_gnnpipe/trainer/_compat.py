@@ -29,6 +29,7 @@ default_backend = distributed._get_default_process_group_backend_for_device
 init_dist_connection = distributed._init_dist_connection
 load_file = cloud_io._load
 reduce_over = distributed._sync_ddp_if_available
+divide_threads = distributed._set_num_threads_if_needed
 
 
 # The class `WeightAveraging`; nothing before Lightning 2.6.

@@ -271,6 +271,7 @@ class ScriptLauncher(_compat.SubprocessScriptLauncher):
 
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         trainer.strategy.check_start()
+        _compat.divide_threads(self.num_processes)  # before it starts processes, which inherit it
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 

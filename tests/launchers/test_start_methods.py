@@ -5,6 +5,9 @@ Forks that would use a GPU are refused.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from torch_geometric.nn import GCN
 from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError
 from lightning_gnnpipe.trainer.processes import ForkLauncher, ScriptLauncher
-from tests.helpers.scripts import run_script
+from tests.helpers.scripts import ROOT, run_script
 from tests.test_user_errors import Module, Net, fit, graph
 
 SCRIPT = """
@@ -124,3 +127,38 @@ def test_what_cannot_run_on_so_many_devices_starts_no_process(
     monkeypatch.setattr(ScriptLauncher, "_call_children_scripts", start)
     with pytest.raises(kind, match=f"(?s){text}"):
         fit(Module(net), graph(), 4, devices=4, graph_parallel=shards)
+
+
+THREADS = """
+import lightning as L
+import torch
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, make_communities
+from lightning_gnnpipe.models import GCNII, NodeClassifier
+
+
+class Says(L.Callback):
+    def on_train_start(self, trainer, module):
+        print("threads", torch.get_num_threads(), flush=True)
+
+
+module = NodeClassifier(GCNII(64, 8, 8, num_layers=2), num_classes=8)
+trainer = L.Trainer(accelerator="cpu", devices=2, strategy=GNNPipeStrategy(num_chunks=2),
+                    callbacks=[Says()], max_epochs=1, logger=False, enable_checkpointing=False)
+trainer.fit(module, FullGraphDataModule(make_communities(200)))
+"""
+
+
+def test_processes_divide_the_threads(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(THREADS)
+    outer = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    run = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=outer | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    found = [line for line in run.stdout.splitlines() if line.startswith("threads")]
+    assert found == [f"threads {max(1, len(os.sched_getaffinity(0)) // 2)}"] * 2
