@@ -112,6 +112,10 @@ class GNNPipeStrategy(LightningStrategy):
             graph at once. True: they run layer by layer over the chunks, in less memory and more
             time: the same numbers, but for which values dropout drops. On one stage all training
             steps are exact then. Graphs that the chunks do not fit are evaluated at once.
+        memory_gib: GiB that a process may take, beside Python and its libraries. Fit predicts its
+            peak and, until it fits, chooses num_chunks, recompute, history_dtype="bfloat16" and
+            exact_in_chunks, unless they are given; it refuses what would not fit. Not for shards,
+            nor for batches of graphs.
         self_check: Compare the module in chunks with the whole module on a small graph before
             training, forward and backward, and refuse it where they differ.
         timeout: Longest wait for another rank before the run ends.
@@ -151,6 +155,7 @@ class GNNPipeStrategy(LightningStrategy):
         history_device: torch.device | str | None = None,
         cuda_graphs: bool = False,
         exact_in_chunks: bool = False,
+        memory_gib: float | None = None,
         self_check: bool = True,
         timeout: timedelta = timedelta(minutes=10),
         start_method: StartMethod = "popen",

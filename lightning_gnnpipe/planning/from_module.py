@@ -63,7 +63,8 @@ def plan_pipeline(
         num_devices: Devices to assign to stages and shards, instead of `num_stages`.
         link_gbit_per_s: Link speed of each device, in Gbit/s each way; None for 10.
         message_us: Microseconds of a message of any size; None for gloo's while all cores compute.
-        memory_gib: Memory of a device, in GiB, that a layout must fit into; None for no limit.
+        memory_gib: Memory of a device, in GiB, that a layout must fit into, as the strategy's; None
+            for no limit.
 
     Raises:
         ConfigError: If `training_step` cannot run outside of a Trainer.
@@ -114,6 +115,9 @@ def plan_pipeline(
             "graphs, the start of fit says what a step takes.",
         )
     check_replicas(options.data_parallel)
+    memory_gib = options.memory_gib if memory_gib is None else memory_gib
+    if options.graph_parallel == 1:
+        options = replace(options, memory_gib=memory_gib)
     if isinstance(getattr(batch, "stored", None), StoredGraph):
         run = RunOptions(options, asked[0] if asked else num_devices)
         run.open(batch.stored)
