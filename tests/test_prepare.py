@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +227,8 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "an array less": (lambda f: (f / "y.npy").unlink(), "y.npy that cannot be read"),
     "a short array": (lambda f: os.truncate(f / "x.npy", 999), "x.npy that cannot be read"),
     "an empty array": (lambda f: os.truncate(f / "plan.halo.npy", 0), "plan.halo.npy that cannot"),
-    "of another": (lambda f: np.save(f / "y.npy", np.zeros(3, int)), r"shape \[3\], not \[60\]"),
+    "of another": (lambda f: np.save(f / "y.npy", np.zeros(3, int)), r"shape \[3\], not int64 of"),
+    "of floats": (lambda f: np.save(f / "y.npy", np.zeros(60)), r"y.npy with float64.*not int64"),
 }
 
 
@@ -261,6 +264,30 @@ def test_a_process_killed_while_it_writes_leaves_no_folder(place: int, tmp_path:
     prepare_graph(make_graph(), folder, num_chunks=NUM_CHUNKS)
     assert FullGraphDataModule(folder).data.num_nodes == NUM_NODES
     assert [path.name for path in tmp_path.iterdir()] == ["graph"]
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+@pytest.mark.parametrize("most_bytes", [0, 64, 900, 2000])
+def test_a_write_that_fails_leaves_no_folder(
+    most_bytes: int, is_killed: bool, tmp_path: Path
+) -> None:
+    folder, process = tmp_path / "graph", os.fork()
+    if process == 0:
+        status = 1
+        try:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL if is_killed else signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            prepare_graph(make_graph(), folder, num_chunks=NUM_CHUNKS)
+        except ConfigError as error:
+            status = 3 if "Nothing is left of it" in str(error) else 4
+        finally:
+            os._exit(status)
+    expected = -signal.SIGXFSZ if is_killed else 3
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == expected
+    assert [one.name for one in tmp_path.iterdir()] == ["graph.partial"] * is_killed
+    prepare_graph(make_graph(), folder, num_chunks=NUM_CHUNKS)
+    assert FullGraphDataModule(folder).data.num_nodes == NUM_NODES
 
 
 def test_processes_that_prepare_at_once_share_one_folder(tmp_path: Path) -> None:

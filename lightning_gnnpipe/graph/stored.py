@@ -117,10 +117,11 @@ def _open_array(folder: Path, name: str, about: Mapping[str, Any]) -> Tensor:
         array = np.load(path, mmap_mode=None if is_empty else "c", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         _refuse(folder, f"{path.name} that cannot be read: {error}")
-    tensor = torch.from_numpy(array).view(dtype)
-    if list(tensor.shape) != about["shape"]:
-        _refuse(folder, f"{path.name} of shape {list(tensor.shape)}, not {about['shape']}")
-    return set_number(tensor, about["fingerprint"])
+    expected = _as_array(torch.empty(0, dtype=dtype)).dtype, about["shape"]
+    if (array.dtype, list(array.shape)) != expected:
+        found = f"{array.dtype} of shape {list(array.shape)}"
+        _refuse(folder, f"{path.name} with {found}, not {expected[0]} of shape {expected[1]}")
+    return set_number(torch.from_numpy(array).view(dtype), about["fingerprint"])
 
 
 def _read_plan(bounds: Any, edge_index: Tensor, edges: Tensor, halos: Tensor) -> ChunkPlan:
