@@ -11,6 +11,8 @@ _USAGE = """usage: gnnpipe plan --config run.yaml [options]
        gnnpipe prepare arrays folder --num_chunks 16
        gnnpipe plan --help
        gnnpipe --version
+
+plan: what a training step of a config would take. prepare: write a graph into a folder.
 """
 _OPTIONS = {
     "num_devices": (int, "Plan the best layout of this many devices, not the Trainer's."),

@@ -59,7 +59,7 @@ class FullGraphDataModule(L.LightningDataModule):
 
     Raises:
         GraphError: The graph is heterogeneous, has no edges, shows no number of nodes (by ``x`` or
-            ``num_nodes``), its parts disagree, or features or targets are not finite.
+            ``num_nodes``), or its parts disagree. What is not finite in it is named in a warning.
         ConfigError: ``split`` or ``split_fracs`` is out of range.
     """
 
@@ -192,6 +192,8 @@ def prepare_graph(
 def _open_arrays(folder: Path) -> Data:
     """Return the graph of a folder of arrays, memory-mapped."""
     found = dict[str, Tensor]()
+    if not folder.is_dir():
+        _refuse("a folder of arrays", f"no folder '{folder}'", "Correct the path.")
     for path in sorted(folder.glob("*.npy")):
         try:
             found[path.stem] = torch.from_numpy(np.load(path, mmap_mode="c"))

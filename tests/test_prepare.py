@@ -201,7 +201,7 @@ def test_arrays_are_prepared_from_the_command_line(
     for path in expected.glob("*.npy"):
         assert path.read_bytes() == (tmp_path / "found" / path.name).read_bytes()
     monkeypatch.setattr("sys.argv", [*command[:2], str(tmp_path / "none"), *command[3:]])
-    assert main() == 1 and "Expected node features 'x'" in capsys.readouterr().err
+    assert main() == 1 and "got no folder" in capsys.readouterr().err
 
 
 def test_the_same_graph_is_left_and_another_refused(folder: Path) -> None:
