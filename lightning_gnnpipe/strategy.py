@@ -213,9 +213,51 @@ class GNNPipeStrategy(LightningStrategy):
         with nullcontext() if staged is None else staged.gathered():
             yield
 
-    def plan(self, module: pl.LightningModule, data: Any, **options: Any) -> PipelinePlan:
-        """Return the stages, and the time and memory of a step; see `plan_pipeline`."""
-        return plan_pipeline(module, data, self.options, **options)
+    def plan(
+        self,
+        module: pl.LightningModule,
+        data: Any,
+        *,
+        num_stages: int | None = None,
+        num_shards: int | None = None,
+        num_devices: int | None = None,
+        link_gbit_per_s: float | None = None,
+        message_us: float | None = None,
+        memory_gib: float | None = None,
+    ) -> PipelinePlan:
+        """Return how ``module`` and ``data`` would be cut, and what a training step would take.
+
+        Print it: it shows one device with one chunk beside all layouts, and names the fastest. What
+        training would refuse is refused. The plan is for ``num_stages`` stages of ``num_shards``
+        shards, or for the best layout of ``num_devices`` devices.
+
+        Args:
+            module: Its ``training_step`` runs up to its call of the pipelined module.
+            data: A graph, a data set of one, a data module, or a loader.
+            num_stages: Stages, S; 2 if ``num_devices`` is not given either.
+            num_shards: Shards, G; None for the strategy's ``graph_parallel``.
+            num_devices: Devices to assign to stages and shards, instead of ``num_stages``.
+            link_gbit_per_s: Link speed of each device, in Gbit/s each way; None for 10.
+            message_us: Microseconds of a message of any size; None for gloo's while all cores
+                compute.
+            memory_gib: Memory of a device, in GiB, that a layout must fit into; None for the
+                strategy's.
+
+        Raises:
+            ConfigError: If ``training_step`` cannot run outside of a Trainer.
+            GNNPipeError: As training would.
+        """
+        return plan_pipeline(
+            module,
+            data,
+            self.options,
+            num_stages=num_stages,
+            num_shards=num_shards,
+            num_devices=num_devices,
+            link_gbit_per_s=link_gbit_per_s,
+            message_us=message_us,
+            memory_gib=memory_gib,
+        )
 
     # Set-up.
 
