@@ -15,6 +15,7 @@ An option with its default value counts as not given.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -57,6 +58,12 @@ _OTHER_VALUES: dict[str, Any] = {
 }
 _OF_CHUNKS = ("partition", "cross_chunk_edges", "cuda_graphs", "exact_in_chunks")
 _OF_ROWS = ("staleness", "history_dtype", "history_device")
+# What `memory_gib` may set, by its price: seconds, rounding, seconds of exact passes.
+SAVERS: dict[str, Any] = {
+    "recompute": True,
+    "history_dtype": "bfloat16",
+    "exact_in_chunks": True,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,7 @@ class StrategyOptions:
     history_device: torch.device | str | None = None
     cuda_graphs: bool = False
     exact_in_chunks: bool = False
+    memory_gib: float | None = None
     self_check: bool = True
     timeout: timedelta = timedelta(minutes=10)
     start_method: StartMethod = "popen"
@@ -108,6 +116,8 @@ class StrategyOptions:
                 self.timeout,
                 "Write timedelta(minutes=10), for instance.",
             )
+        if self.memory_gib is not None and not 0 < self.memory_gib < float("inf"):
+            _refuse("'memory_gib' to be positive", self.memory_gib, "Leave it out for no limit.")
         self._check_histories()
         self._check_effects()
 
@@ -166,7 +176,7 @@ class StrategyOptions:
         if self.for_graphs:
             why = "in batches of graphs, no graph is cut into chunks and nothing is stale"
             use = f"leave out {self.for_graphs}"
-            of_chunks = (*_OF_CHUNKS, *_OF_ROWS, "plan_folder")
+            of_chunks = (*_OF_CHUNKS, *_OF_ROWS, "plan_folder", "memory_gib")
             self._refuse_given(of_chunks, self.for_graphs, why, use)
         if self.graph_parallel == 1:
             names, why = ("halo_codec", "async_halo"), "there is only one shard"
@@ -188,6 +198,10 @@ class StrategyOptions:
                     "It needs the whole graph, with all edges, on each stage. Leave it out, or "
                     f"{name}.",
                 )
+        if self.graph_parallel > 1:
+            setting = f"graph_parallel={self.graph_parallel}"
+            why, use = "memory of shards is only planned, by `gnnpipe plan`", "use more stages"
+            self._refuse_given(("memory_gib",), setting, why, use)
         for name in filter(self._is_given, ("recompute", "graph_parallel", "history_device")):
             setting = f"{name}={getattr(self, name)!r}"
             why, use = f"chunks with {name} are not captured", f"leave out {name}"
@@ -211,10 +225,25 @@ class StrategyOptions:
             return any(one != _DEFAULTS[name] for one in value)
         return bool(value != _DEFAULTS[name])
 
+    def savings(self) -> Iterator[StrategyOptions]:
+        """Yield these options, then with more and more of `SAVERS` that are not given."""
+        free = [name for name in SAVERS if not self._is_given(name)]
+        for number in range(2 ** len(free)):
+            chosen = [name for place, name in enumerate(free) if number >> place & 1]
+            try:
+                yield replace(self, **{name: SAVERS[name] for name in chosen})
+            except ConfigError:  # another option forbids it
+                continue
+
+    def saved_beside(self, given: StrategyOptions) -> dict[str, Any]:
+        """Return what saves memory here and not in `given`."""
+        ours = {name: getattr(self, name) for name in SAVERS}
+        return {name: one for name, one in ours.items() if one != getattr(given, name)}
+
     @property
     def of_chunks(self) -> list[str]:
         """Names of given options that only act on a graph in several chunks."""
-        return list(filter(self._is_given, (*_OF_CHUNKS, *_OF_ROWS)))
+        return list(filter(self._is_given, (*_OF_CHUNKS, *_OF_ROWS, "memory_gib")))
 
     @property
     def idle_in_one_chunk(self) -> list[str]:
@@ -222,7 +251,8 @@ class StrategyOptions:
         if self.num_chunks != 1:
             return []
         has_rows = self.async_halo or (self.recompute and self.graph_parallel > 1)
-        return [one for one in self.of_chunks if one in _OF_CHUNKS or not has_rows]
+        idle = (*_OF_CHUNKS, *(() if has_rows else _OF_ROWS))
+        return [one for one in self.of_chunks if one in idle]
 
     @property
     def for_graphs(self) -> str:
@@ -308,13 +338,14 @@ class RunOptions:
     """The options in one run.
 
     Attributes:
-        given: The strategy's.
+        given: The strategy's, with those chosen to fit into `memory_gib`.
         num_stages: Stages, S.
         seed: Of chunks, their order, and random numbers in layers; equal on all ranks.
         is_fitting: Whether the run trains.
         chosen: Chunks of a graph with num_chunks="auto", once chosen by measured costs or a folder,
             by this run or the one it resumes.
         stored: The present graph, if it is from a folder.
+        memory: What is said of the memory of a process.
         cut: The strategy's options, with the chunks of that folder where they are taken.
         trains_exactly: All training steps on a graph are exact: `exact_in_chunks` on one stage.
     """
@@ -325,6 +356,7 @@ class RunOptions:
     is_fitting: bool = True
     chosen: int | None = None
     stored: StoredGraph | None = None
+    memory: str = ""
     cut: StrategyOptions = field(init=False)
     trains_exactly: bool = field(init=False)
 
@@ -356,16 +388,18 @@ class RunOptions:
         return 1 if is_whole else self.num_chunks
 
     def measures(self, num_layers: int) -> bool:
-        """Whether layers are timed, to balance stages."""
-        return self.given.balance == "measured" and 1 < self.num_stages < num_layers
+        """Whether layers are measured, to balance stages or to fit into `memory_gib`."""
+        is_balanced = self.given.balance == "measured" and 1 < self.num_stages < num_layers
+        return is_balanced or self.given.memory_gib is not None
 
     def measures_chunks(self, num_layers: int) -> bool:
         """Whether measured costs choose K of a graph.
 
         Not in deterministic runs, since costs vary; nor with `recompute`, which saves memory that
-        few chunks would use.
+        few chunks would use, unless `memory_gib` says how much there is.
         """
-        is_free = self.cut.has_free_chunks and self.chosen is None and not self.given.recompute
+        is_saving = self.given.recompute and self.given.memory_gib is None
+        is_free = self.cut.has_free_chunks and self.chosen is None and not is_saving
         is_fixed = torch.are_deterministic_algorithms_enabled()
         return is_free and not is_fixed and self.measures(num_layers)
 

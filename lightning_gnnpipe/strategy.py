@@ -112,6 +112,10 @@ class GNNPipeStrategy(LightningStrategy):
             graph at once. True: they run layer by layer over the chunks, in less memory and more
             time: the same numbers, but for which values dropout drops. On one stage all training
             steps are exact then. Graphs that the chunks do not fit are evaluated at once.
+        memory_gib: GiB that a process may take, beside Python and its libraries. Fit predicts its
+            peak and, until it fits, chooses num_chunks, recompute, history_dtype="bfloat16" and
+            exact_in_chunks, unless they are given; it refuses what would not fit. Not for shards,
+            nor for batches of graphs.
         self_check: Compare the module in chunks with the whole module on a small graph before
             training, forward and backward, and refuse it where they differ.
         timeout: Longest wait for another rank before the run ends.
@@ -151,6 +155,7 @@ class GNNPipeStrategy(LightningStrategy):
         history_device: torch.device | str | None = None,
         cuda_graphs: bool = False,
         exact_in_chunks: bool = False,
+        memory_gib: float | None = None,
         self_check: bool = True,
         timeout: timedelta = timedelta(minutes=10),
         start_method: StartMethod = "popen",
@@ -208,9 +213,51 @@ class GNNPipeStrategy(LightningStrategy):
         with nullcontext() if staged is None else staged.gathered():
             yield
 
-    def plan(self, module: pl.LightningModule, data: Any, **options: Any) -> PipelinePlan:
-        """Return the stages, and the time and memory of a step; see `plan_pipeline`."""
-        return plan_pipeline(module, data, self.options, **options)
+    def plan(
+        self,
+        module: pl.LightningModule,
+        data: Any,
+        *,
+        num_stages: int | None = None,
+        num_shards: int | None = None,
+        num_devices: int | None = None,
+        link_gbit_per_s: float | None = None,
+        message_us: float | None = None,
+        memory_gib: float | None = None,
+    ) -> PipelinePlan:
+        """Return how ``module`` and ``data`` would be cut, and what a training step would take.
+
+        Print it: it shows one device with one chunk beside all layouts, and names the fastest. What
+        training would refuse is refused. The plan is for ``num_stages`` stages of ``num_shards``
+        shards, or for the best layout of ``num_devices`` devices.
+
+        Args:
+            module: Its ``training_step`` runs up to its call of the pipelined module.
+            data: A graph, a data set of one, a data module, or a loader.
+            num_stages: Stages, S; 2 if ``num_devices`` is not given either.
+            num_shards: Shards, G; None for the strategy's ``graph_parallel``.
+            num_devices: Devices to assign to stages and shards, instead of ``num_stages``.
+            link_gbit_per_s: Link speed of each device, in Gbit/s each way; None for 10.
+            message_us: Microseconds of a message of any size; None for gloo's while all cores
+                compute.
+            memory_gib: Memory of a device, in GiB, that a layout must fit into; None for the
+                strategy's.
+
+        Raises:
+            ConfigError: If ``training_step`` cannot run outside of a Trainer.
+            GNNPipeError: As training would.
+        """
+        return plan_pipeline(
+            module,
+            data,
+            self.options,
+            num_stages=num_stages,
+            num_shards=num_shards,
+            num_devices=num_devices,
+            link_gbit_per_s=link_gbit_per_s,
+            message_us=message_us,
+            memory_gib=memory_gib,
+        )
 
     # Set-up.
 

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -48,9 +49,28 @@ from lightning_gnnpipe.types import CodecName, CodecOption, StalenessName
 NUM_CLASSES = 10
 NUM_WARM_STEPS = 3  # the exact first step, allocator and caches
 MIB = 2**20
+
+
+class NormedGCNII(GCNII):
+    """GCNII with BatchNorm after each layer."""
+
+    def __init__(self, in_channels: int, hidden_channels: int, *args: Any) -> None:
+        super().__init__(in_channels, hidden_channels, *args)
+        norms = (torch.nn.BatchNorm1d(hidden_channels) for _ in self.convs)
+        self.norms = torch.nn.ModuleList(norms)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = x_0 = self.lin_in(self.dropout(x)).relu()
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = norm(conv(self.dropout(x), x_0, edge_index)).relu()
+        return self.lin_out(self.dropout(x))
+
+
 MODELS: dict[str, Callable[..., torch.nn.Module]] = {
     "gcn": GNN,
     "gcnii": GCNII,
+    "gcnii+norm": NormedGCNII,
+    "gat": partial(GNN, conv="gat"),
     "sage": partial(GNN, conv="sage"),
     "resgcn+": ResGCNPlus,
 }
@@ -84,8 +104,12 @@ class Measure(L.Callback):
             self.stats = trainer.strategy.collect_stats()
 
     def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-        stats = self.stats
+        stats, own_mib = self.stats, [anonymous.peak_mib]
+        if isinstance(trainer.strategy, GNNPipeStrategy):
+            everyone = trainer.strategy.engine.transport.everyone
+            own_mib = everyone.all_gather_objects(anonymous.peak_mib)
         found = {
+            "anonymous_mib": own_mib,
             "step_s": self.step_s[self.num_warm :],
             "epoch_s": [end - start for start, end in pairwise(self.epoch_starts[self.num_warm :])],
             "bubble_frac": None if stats is None else stats.bubble_frac,
@@ -95,7 +119,29 @@ class Measure(L.Callback):
             self.path.write_text(json.dumps(found))
 
 
+class Anonymous(threading.Thread):
+    """Notes the peak of this process's anonymous memory above that after imports, every ms."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak_mib, self._base_mib = 0.0, self._now_mib()
+
+    @staticmethod
+    def _now_mib() -> float:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("RssAnon:")[1].split()[0]) / 1024
+
+    def run(self) -> None:
+        while True:
+            self.peak_mib = max(self.peak_mib, self._now_mib() - self._base_mib)
+            time.sleep(0.001)
+
+
+anonymous = Anonymous()
+
+
 def main() -> None:
+    anonymous.start()
     options = make_parser().parse_args()
     torch.set_float32_matmul_precision(options.matmul)
     if options.mode == "link":
@@ -168,6 +214,8 @@ def forecast(
         "step_s": [plan.layout.step_s],
         "one_device_s": plan.layouts[0].step_s,
         "bubble_frac": plan.layout.bubble_frac,
+        "memory_mib": plan.layout.memory_bytes / MIB,
+        "chunks": plan.layout.num_chunks,
         "forward_s": [cost.forward_s for cost in plan.layer_costs[1:-1]],
         "backward_s": [cost.backward_s for cost in plan.layer_costs[1:-1]],
         "layouts": [
@@ -204,7 +252,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--stages", type=int, default=1)
     add("--graph-parallel", type=int, default=1)
     add("--hosts", type=int, default=1, help="each runs one of the processes")
-    add("--chunks", type=int, default=8)
+    add("--chunks", type=lambda text: text if text == "auto" else int(text), default=8)
     add("--staleness", choices=get_args(StalenessName), default="drift")
     add("--validate", type=flag, default=False, help="after every step")
     add("--balance", choices=["measured", "uniform"], default="measured")
@@ -227,8 +275,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--start-method", choices=["popen", "fork"], default="popen", help="fork shares the data")
     add("--message-us", type=float)
     add("--recompute", type=flag, default=False)
-    add("--histories", choices=["float32", "bfloat16"], default="float32")
+    add("--histories", choices=["float32", "bfloat16"])
     add("--cuda-graphs", type=flag, default=False)
+    add("--exact-in-chunks", type=flag, default=False)
+    add("--memory-gib", type=float)
     add("--history-device", help="of rows; else that of the layers")
     add("--accelerator", choices=["cpu", "gpu"], default="cpu")
     add("--precision", default="32-true", help="of the Trainer")
@@ -303,9 +353,11 @@ def make_strategy(options: argparse.Namespace) -> GNNPipeStrategy:
         weights=options.weights,
         start_method=options.start_method,
         recompute=options.recompute,
-        history_dtype=getattr(torch, options.histories),
+        history_dtype=options.histories,
         history_device=options.history_device,
         cuda_graphs=options.cuda_graphs,
+        exact_in_chunks=options.exact_in_chunks,
+        memory_gib=options.memory_gib,
         partition=options.partition,
     )
 

@@ -9,6 +9,15 @@ from lightning_gnnpipe.chunks.costs import (
 )
 from lightning_gnnpipe.chunks.exact import ExactStep, exact_context
 from lightning_gnnpipe.chunks.inputs import BatchInputs, PassInputs, PlannedInputs
+from lightning_gnnpipe.chunks.memory import (
+    GIB,
+    Setting,
+    choose_setting,
+    fit_memory,
+    predict_peaks,
+    return_freed_memory,
+    settings_of,
+)
 from lightning_gnnpipe.chunks.step import (
     PassSpec,
     Step,

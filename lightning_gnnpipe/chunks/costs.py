@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lightning_gnnpipe.calls import Call, Inputs
+from lightning_gnnpipe.calls import Call, Inputs, Kind
 from lightning_gnnpipe.chunks.inputs import BatchInputs, PlannedInputs
-from lightning_gnnpipe.chunks.step import run_segments
+from lightning_gnnpipe.chunks.step import run_segments, unread_after
 from lightning_gnnpipe.graph import (
     BatchPlan,
     Chunk,
@@ -43,6 +43,7 @@ from lightning_gnnpipe.stages import (
 )
 from lightning_gnnpipe.staleness import (
     NEVER,
+    GradientBuffer,
     HistoryOptions,
     HistoryStore,
     MomentStore,
@@ -56,10 +57,13 @@ class LayerCost:
     """The cost of one layer in a training step over all nodes.
 
     Attributes:
-        saved_bytes: Bytes that autograd keeps between forward and backward.
+        saved_bytes: Bytes that autograd keeps between forward and backward, without those that an
+            earlier layer keeps as well.
         history_bytes: Bytes of its histories and gradient buffers, with more than one chunk.
         pushed: Entries of one node's row in each of its histories.
         chunk_s: Seconds that one more chunk adds; 0 if not measured.
+        is_sum: Whether it sums rows with weights.
+        is_rounded: Whether `history_bytes` are of rounded histories.
     """
 
     forward_s: float
@@ -68,11 +72,23 @@ class LayerCost:
     history_bytes: int = 0
     pushed: tuple[int, ...] = ()
     chunk_s: float = 0.0
+    is_sum: bool = False
+    is_rounded: bool = False
 
     @property
     def compute_s(self) -> float:
         """Seconds, forward and backward."""
         return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True)
+class InputSizes:
+    """A graph; bytes of all arguments, and by name of tensors with a row a node or edge."""
+
+    num_nodes: int = 0
+    num_edges: int = 0
+    given_bytes: int = 0
+    values: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +101,7 @@ class StepCosts:
     layers: tuple[LayerCost, ...]
     repeats: dict[str, LayerCost]
     num_chunks: int = 1
+    sizes: InputSizes = field(default_factory=InputSizes)
 
     def of(self, stage: Stage) -> list[LayerCost]:
         """Return the costs of all that `stage` computes."""
@@ -122,7 +139,8 @@ class StepCosts:
             return replace(one, forward_s=by * one.forward_s, backward_s=by * one.backward_s)
 
         repeats = {name: scale(one) for name, one in self.repeats.items()}
-        return StepCosts(tuple(map(scale, self.layers)), repeats, num_chunks)
+        layers = tuple(map(scale, self.layers))
+        return replace(self, layers=layers, repeats=repeats, num_chunks=num_chunks)
 
     def step_s(self, stages: Sequence[Stage], num_chunks: int) -> float:
         """Return the seconds of computing a step on `stages` in `num_chunks` chunks."""
@@ -158,10 +176,12 @@ def measure_costs(
     call: Call,
     inputs: Inputs,
     histories: HistoryOptions,
+    *,
+    is_tight: bool = False,
 ) -> StepCosts:
     """Time layers in the chunks of `cut` and in one, or in about `cut` chunks and 4 times as many.
 
-    In large chunks one more adds no time.
+    In large chunks one more adds no time. `is_tight`: one layer on all nodes may not fit.
     """
     plan: ChunkPlan | BatchPlan
     other: ChunkPlan | BatchPlan
@@ -173,11 +193,19 @@ def measure_costs(
     else:
         plan = cut
         is_large = plan.num_nodes + plan.num_edges > plan.num_chunks * _LARGE_WORK
-        other = plan if is_large else plan.whole
+        other = plan if is_large or is_tight else plan.whole
     found = measure_layers(module, layers, plan, call, inputs, histories)
-    if other.num_chunks == plan.num_chunks:
-        return found
-    return found.with_overhead(measure_layers(module, layers, other, call, inputs, histories))
+    if other.num_chunks != plan.num_chunks:
+        more = measure_layers(module, layers, other, call, inputs, histories)
+        found = found.with_overhead(more)
+    values = {
+        name: one.row_bytes * inputs.num_rows(one.kind, one.edge_set)
+        for name, one in layers.values.items()
+        if one.kind in (Kind.NODE, Kind.EDGE)
+    }
+    given = sum(leaf.nbytes for leaf in call.leaves)
+    sizes = InputSizes(inputs.num_nodes, sum(inputs.edge_sizes), given, values)
+    return replace(found, sizes=sizes)
 
 
 def _cut(inputs: Inputs, num_chunks: int) -> ChunkPlan:
@@ -218,29 +246,32 @@ def measure_layers(
     chunk = chunks[len(chunks) // 2]
     leaves = {name for one in segments for name in one.inputs if name.startswith("leaf_")}
     values = batch.slice(chunk, leaves)
-    given = [*module.parameters(), *values.values()]
-
-    times, held = list[NDArray[np.float64]](), []
+    known, saved = set(values), dict[int, int]()  # names of what is given, or saved before
+    times, held = list[NDArray[np.float64]](), list[dict[str, Any]]()
     with (
         undisturbed(module),
         intercept(find_layers(module), context),
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
-        for segment in segments:
-            run = partial(_run, segment, values, chunk, context, given)
+        for segment, unread in zip(segments, unread_after(segments, leaves), strict=True):
+            given = [*module.parameters(), *(values[name] for name in known & values.keys())]
+            run = partial(_run, segment, values, chunk, context, given, saved)
             first_s = run()[:2].sum()  # with what is computed once per chunk
             num_runs = 1 + int(_LONGEST_S / len(segments) / first_s)
             runs = [run() for _ in range(min(num_runs, _MOST_RUNS))]
             times.append(np.min(runs, axis=0))  # load from other processes only adds time
-            held.append((0, ()) if store is None else store.drop())
+            known |= {name for name, one in values.items() if _address(one) in saved}
+            for name in unread:
+                del values[name]
+            held.append({} if store is None else store.drop())
     found = np.array(times) * (sum(one.work for one in chunks) / max(chunk.work, 1))
     forms = list(map(_form_of, segments))
     for form in set(forms):
         same = [i for i, one in enumerate(forms) if one == form]
         found[same, :2] = np.median(found[same, :2], axis=0)
     rows = zip(found.tolist(), held, strict=True)
-    costs = [LayerCost(ahead, back, round(saved), *more) for (ahead, back, saved), more in rows]
+    costs = [LayerCost(ahead, back, round(size), **more) for (ahead, back, size), more in rows]
     again = dict(zip(layers.repeatable, costs[len(layers.segments) :], strict=True))
     return StepCosts(tuple(costs[: len(layers.segments)]), again, plan.num_chunks)
 
@@ -262,13 +293,20 @@ class _Zeros(HistoryStore):
         super().__init__(plan.num_nodes, plan.num_chunks, replace(options, device=None))
         self.moments = _OwnMoments(plan.num_chunks)
         self.step, self._counts = 1, options.device is None and plan.num_chunks > 1
+        self._is_sum = False
 
     def push(self, key: Hashable, chunk: Chunk, rows: Tensor, *, keeps_old: bool = False) -> None:
         if key not in self:
             self.load(key, rows.new_zeros(self.num_rows, *rows.shape[1:]), None, 0, NEVER)
         super().push(key, chunk, rows)
 
-    def drop(self) -> tuple[int, tuple[int, ...]]:
+    def add_output(
+        self, key: Hashable, chunk: Chunk, grad: Tensor
+    ) -> tuple[GradientBuffer, Tensor]:
+        self._is_sum = True
+        return super().add_output(key, chunk, grad)
+
+    def drop(self) -> dict[str, Any]:
         """Drop all histories; return what a `LayerCost` says of them."""
         tables, num_bytes = [self.rows(key) for key in self], self.num_bytes
         if self.options.method.snapshot_steps is not None:
@@ -276,7 +314,10 @@ class _Zeros(HistoryStore):
         self._entries.clear()
         self.moments.calls.clear()
         pushed = [table[0].numel() for table in tables if table.size(0) == self.num_rows]
-        return num_bytes * self._counts, tuple(pushed)
+        is_sum, self._is_sum = self._is_sum, False
+        is_rounded = any(table.itemsize == 2 for table in tables)
+        found = {"history_bytes": num_bytes * self._counts, "pushed": tuple(pushed)}
+        return found | {"is_sum": is_sum, "is_rounded": is_rounded}
 
 
 def _form_of(segment: Segment) -> Hashable:
@@ -298,12 +339,14 @@ def _run(
     chunk: Any,
     context: MessageContext | NativeContext,
     given: Sequence[Any],
+    saved: dict[int, int],
 ) -> NDArray[np.float64]:
     """Run a layer over `chunk`, forward and backward; add its outputs, detached, to `values`.
 
-    Returns `[3]`: seconds of forward and of backward, bytes saved in between, without `given`.
+    Returns `[3]`: seconds of forward and of backward, bytes saved in between, without `given`;
+    `saved`: these by address.
     """
-    saved: dict[int, int] = {}  # bytes by address
+    saved.clear()
 
     def pack(tensor: Tensor) -> Tensor:
         if tensor.layout is torch.strided and tensor.is_floating_point():  # no matrix
@@ -324,11 +367,15 @@ def _run(
         torch.autograd.grad(roots, wanted, grads, allow_unused=True)
     end = now()
     for one in given:
-        if isinstance(one, Tensor) and one.layout is torch.strided:
-            saved.pop(one.untyped_storage().data_ptr(), None)
+        saved.pop(_address(one), None)
     for name in segment.outputs:
         values[name] = local[name].detach().requires_grad_(local[name].requires_grad)
     return np.array((middle - start, end - middle, sum(saved.values())))
+
+
+def _address(one: Any) -> int:
+    is_dense = isinstance(one, Tensor) and one.layout is torch.strided
+    return one.untyped_storage().data_ptr() if is_dense else 0
 
 
 def _needs_grad(one: Any) -> bool:

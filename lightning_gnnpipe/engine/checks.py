@@ -50,7 +50,8 @@ class EngineChecks:
         self._model, self._graphs = model, graphs
         self._transport, self._options = transport, options
         is_alone = options.num_chunks == 1 and not transport.world.is_distributed
-        self._is_whole = is_alone and not options.given.recompute
+        may_recompute = options.given.recompute or options.given.memory_gib is not None
+        self._is_whole = is_alone and not may_recompute
         self._checked: set[bool] = set()
         self._is_one: bool | None = None  # cached for all-zero batch vectors
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)

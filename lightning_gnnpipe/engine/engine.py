@@ -250,8 +250,9 @@ class PipelineEngine:
         self._state.begin()
         is_resumed = self._take_saved()
         if key is not None and self.graphs.trained is None:
-            is_free = self.options.cut.has_free_chunks and self.options.num_stages > 1
-            if is_free:  # K is unknown until layers are measured
+            options = self.options
+            is_measured = options.num_stages > 1 or options.given.memory_gib is not None
+            if options.cut.has_free_chunks and is_measured:  # K is not known yet
                 check_graph(inputs.edge_index, inputs.num_nodes)
             else:
                 self.graphs.cut(key.graph, inputs)  # layers are measured on its chunks

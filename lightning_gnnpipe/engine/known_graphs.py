@@ -146,12 +146,16 @@ class GraphCache:
     """The last graphs by content, and their histories; `trained`: of the last training step."""
 
     def __init__(self, options: RunOptions, transport: Transport) -> None:
-        self.histories = options.given.histories.seen_from(transport.world.device)
         self.inputs = KnownInputs(is_quiet=not transport.world.is_root)
         self.trained: Histories | None = None
         self._options, self._transport = options, transport
         self._graphs: OrderedDict[tuple[int, bool], PlannedGraph] = OrderedDict()
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
+
+    @property
+    def histories(self) -> HistoryOptions:
+        """How histories are kept, where the layers compute."""
+        return self._options.given.histories.seen_from(self._transport.world.device)
 
     @property
     def num_bytes(self) -> int:

@@ -8,6 +8,7 @@ Batches differ from step to step, so that they have neither histories nor a cach
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -81,7 +82,11 @@ class Passes:
             else:
                 cut = self._graphs.cut_to_measure(key.graph, inputs)
             module, histories = self._model.module, self._graphs.histories
-            return measure_costs(module, layers, cut, call, inputs, histories)
+            is_tight = self._options.given.memory_gib is not None
+            found = measure_costs(module, layers, cut, call, inputs, histories, is_tight=is_tight)
+            if is_tight:
+                gc.collect()  # layers hold the matrices and plans of the measurement
+            return found
 
         return self._model.mode(call, inputs, measure, also_train=self._options.is_fitting)
 

@@ -7,14 +7,24 @@ link speed, memory         |
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind
-from lightning_gnnpipe.chunks import LayerCost, StepCosts, measure_costs
+from lightning_gnnpipe.chunks import (
+    GIB,
+    LayerCost,
+    Setting,
+    StepCosts,
+    choose_setting,
+    measure_costs,
+    predict_peaks,
+    settings_of,
+)
 from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.graph import (
@@ -64,8 +74,6 @@ from lightning_gnnpipe.steps import stages_of_norms
 from lightning_gnnpipe.types import Partition
 
 _MANY_ROWS = 2**10  # enough to neglect the fixed bytes of a message
-_SAVERS = ("recompute", "history_dtype")  # options that save memory
-_TRAINED = 4  # a weight, its gradient, two optimizer states
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +135,6 @@ class Forecaster:
         self._costs = measure_costs(
             target.module, self._layers, cut, target.call, inputs, histories
         )
-        # Of the batch, and of the outputs of all nodes with their gradient.
-        self._given_bytes = _bytes_of(target.call.leaves) + 2 * self._split(1, 1).output_bytes
 
     def _cut(self, num_chunks: int) -> _Cut:
         """Return the graph in so many chunks, cut as in training."""
@@ -146,19 +152,28 @@ class Forecaster:
             self._cuts[num_chunks] = _Cut(assignment, edges, plan)
         return self._cuts[num_chunks]
 
+    def _choose(self, num_stages: int, num_shards: int, num_chunks: int | None = None) -> Setting:
+        """Return the options and the number of chunks that training takes, if that is not given."""
+        options, gib = self._options, self._target.memory_gib
+        if num_shards > 1:
+            options, gib = replace(options, memory_gib=None), None
+        stages, run = self._split(num_stages, num_shards).stages, RunOptions(options, num_stages)
+        settings = settings_of(run, stages, self._costs)
+        if num_chunks is not None:
+            settings = [(one, num_chunks) for one in options.savings()]
+        if gib is None:
+            return settings[0]
+        predict = partial(predict_peaks, self._module, stages, self._costs)
+        return choose_setting(settings, predict, gib * GIB)[0]
+
     def _count_chunks(self, num_stages: int, num_shards: int) -> int:
-        """Return the number of chunks that training takes."""
-        run, num_nodes = RunOptions(self._options, num_stages), self._target.inputs.num_nodes
-        if not run.measures_chunks(len(self._layers.segments)):
-            return run.count_chunks(num_nodes)
-        stages = self._split(num_stages, num_shards).stages
-        return self._costs.choose_num_chunks(stages, num_nodes)
+        return self._choose(num_stages, num_shards)[1]
 
     def plan(self, num_devices: int) -> PipelinePlan:
         """Return forecasts of all layouts of the devices, and the one asked for, or the best."""
         sizes, inputs = self._layouts(num_devices), self._target.inputs
         layouts = tuple(self.forecast(*one) for one in sizes)
-        chosen, options, num_nodes = choose_layout(layouts), self._options, inputs.num_nodes
+        chosen, num_nodes = choose_layout(layouts), inputs.num_nodes
         if self._asked is not None:
             chosen = layouts[sizes.index((*self._asked, self._count_chunks(*self._asked)))]
         cut, split = self._cut(chosen.num_chunks), self._split(chosen.num_stages, chosen.num_shards)
@@ -179,7 +194,6 @@ class Forecaster:
             edge_cut_frac=edge_cut_frac(self._edge_index, cut.assignment),
             link=self._target.link,
             chunk_times=times,
-            savers=tuple(one for one in _SAVERS if not getattr(options, one)),
         )
 
     def _layouts(self, num_devices: int) -> list[tuple[int, int, int]]:
@@ -211,22 +225,22 @@ class Forecaster:
     def forecast(self, num_stages: int, num_shards: int, num_chunks: int) -> LayoutForecast:
         """Add up the time, the bytes and the memory of a step in a layout."""
         target, cut = self._target, self._cut(num_chunks)
+        setting = self._choose(num_stages, num_shards, num_chunks)
         split = replace(self._split(num_stages, num_shards), num_rows=cut.num_rows)
         shards = torch.zeros_like(cut.assignment)
         if num_shards > 1:
             shards = split_chunks(self._edge_index, cut.assignment, num_shards)
         sizes = measure_split(cut.edge_index, cut.assignment, shards, num_shards)
         measured = self._costs.at(num_chunks)
-        costs = [measured.of(stage) for stage in split.stages]
-        work = _work(split, sizes, measured, self._options, target.link)
+        work = _work(split, sizes, measured, setting[0], target.link)
         step_s, bubble_frac = time_layout(work)
         halo_row_bytes = sum(_halo_row_bytes(one, self._options) for one in measured.layers)
         more = 2 * int(sizes.received.sum()) * halo_row_bytes
         more += self._input_bytes(split)
         sent = split.step_bytes(target.root, get_codecs(self._options.cut_codec))
         sent = {weights: num_bytes + more for weights, num_bytes in sent.items()}
-        stages = tuple(self._stages(split, sizes, costs, cut.plan))
-        memory = max(stage.memory_bytes for stage in stages) + self._given_bytes
+        stages = tuple(self._stages(split, sizes, measured, setting))
+        memory = max(stage.memory_bytes for stage in stages)
         return LayoutForecast(
             stages=stages,
             num_shards=num_shards,
@@ -236,7 +250,8 @@ class Forecaster:
             step_bytes=sent[self._options.weights],
             bytes_by_weights=sent,
             memory_bytes=memory,
-            fits=target.memory_gib is None or memory <= target.memory_gib * 2**30,
+            fits=target.memory_gib is None or memory <= target.memory_gib * GIB,
+            saved=setting[0].saved_beside(self._options),
         )
 
     def _split(self, num_stages: int, num_shards: int) -> Split:
@@ -258,33 +273,22 @@ class Forecaster:
         self,
         split: Split,
         sizes: SplitSizes,
-        costs: Sequence[Sequence[LayerCost]],
-        plan: ChunkPlan,
+        measured: StepCosts,
+        setting: Setting,
     ) -> Iterable[StageForecast]:
         """Forecast time and memory of each stage."""
-        num_nodes, is_staged = plan.num_nodes, self._options.weights == "staged"
+        num_nodes = self._target.inputs.num_nodes
         node_frac = float(sizes.nodes.sum(0).max()) / num_nodes
         rows = (sizes.nodes.sum(0) + sizes.received.sum(0)).max()
-        is_disjoint = split.num_shards == 1 and plan.is_disjoint
-        has_none = is_disjoint and not find_layers(self._module).sees_all_nodes
-        row_frac = 0.0 if has_none or plan.num_chunks == 1 else float(rows) / num_nodes
-        for stage, own in zip(split.stages, costs, strict=True):
-            weights = split.weights_of(stage)
-            held = weights if is_staged else self._module.parameters()
-            activations = sum(cost.saved_bytes for cost in own)
-            if self._options.recompute:
-                values = [self._layers.values[name] for name in stage.received]
-                activations = activations // plan.num_chunks + sum(  # of one chunk, once again
-                    one.row_bytes * split.num_rows(one.kind, one.edge_set) for one in values
-                )
+        fracs = node_frac, float(rows) / num_nodes
+        peaks = predict_peaks(self._module, split.stages, measured, setting, *fracs)
+        for stage, peak in zip(split.stages, peaks, strict=True):
             yield StageForecast(
                 first_layer=stage.segments[0].index,
                 num_layers=len(stage.segments),
-                num_parameters=sum(p.numel() for p in weights),
-                compute_s=sum(cost.compute_s for cost in own),
-                memory_bytes=_TRAINED * _bytes_of(held)
-                + round(row_frac * sum(cost.history_bytes for cost in own))
-                + round(node_frac * activations),
+                num_parameters=sum(p.numel() for p in split.weights_of(stage)),
+                compute_s=sum(cost.compute_s for cost in measured.of(stage)),
+                memory_bytes=peak,
             )
 
     def _input_bytes(self, split: Split) -> int:

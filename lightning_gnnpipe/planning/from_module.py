@@ -46,29 +46,7 @@ def plan_pipeline(
     message_us: float | None = None,
     memory_gib: float | None = None,
 ) -> PipelinePlan:
-    """Return how `module` and `data` would be cut, and what a training step would take.
-
-    Print it: it shows one device with one chunk beside all layouts, and names the fastest. What
-    training would refuse is refused.
-
-    The plan is for `num_stages` stages of `num_shards` shards, or for the best layout of
-    `num_devices` devices. It lists all layouts of as many devices.
-
-    Args:
-        module: Its `training_step` runs up to its call of the pipelined module.
-        data: A graph, a data set of one, a data module, or a loader.
-        options: Options of the strategy; its number of stages is ignored.
-        num_stages: Stages, S; 2 if `num_devices` is not given either.
-        num_shards: Shards, G; None for the strategy's `graph_parallel`.
-        num_devices: Devices to assign to stages and shards, instead of `num_stages`.
-        link_gbit_per_s: Link speed of each device, in Gbit/s each way; None for 10.
-        message_us: Microseconds of a message of any size; None for gloo's while all cores compute.
-        memory_gib: Memory of a device, in GiB, that a layout must fit into; None for no limit.
-
-    Raises:
-        ConfigError: If `training_step` cannot run outside of a Trainer.
-        GNNPipeError: As training would.
-    """
+    """Return how `module` and `data` would be cut; see `GNNPipeStrategy.plan`."""
     for name, value, remedy in (
         ("link_gbit_per_s", link_gbit_per_s, "10 is usual between machines."),
         ("message_us", message_us, "Leave it out if you do not know it."),
@@ -114,6 +92,9 @@ def plan_pipeline(
             "graphs, the start of fit says what a step takes.",
         )
     check_replicas(options.data_parallel)
+    memory_gib = options.memory_gib if memory_gib is None else memory_gib
+    if options.graph_parallel == 1:
+        options = replace(options, memory_gib=memory_gib)
     if isinstance(getattr(batch, "stored", None), StoredGraph):
         run = RunOptions(options, asked[0] if asked else num_devices)
         run.open(batch.stored)

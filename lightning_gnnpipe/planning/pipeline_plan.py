@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_gnnpipe.chunks import LayerCost
 from lightning_gnnpipe.planning.closed_forms import Link
@@ -22,8 +23,7 @@ class StageForecast:
         num_layers: Message-passing layers.
         num_parameters: Entries of its weights, shared ones included.
         compute_s: Seconds, forward and backward, of all its shards, repeated layers included.
-        memory_bytes: Of its largest shard: histories, gradient buffers, activations, weights,
-            gradients and two optimizer states; without the batch and its edges.
+        memory_bytes: Of its largest shard, at its peak; see `chunks.memory`.
     """
 
     first_layer: int
@@ -46,9 +46,9 @@ class LayoutForecast:
         bubble_frac: Share of all ranks' time, forward and backward, in which they do not compute.
         step_bytes: Bytes sent in a step, without statistics of norms.
         bytes_by_weights: `step_bytes` with each value of the strategy's `weights`.
-        memory_bytes: Of the largest rank: `StageForecast.memory_bytes`, the batch, and the outputs
-            of all nodes with their gradient.
+        memory_bytes: Of the largest rank, at its peak.
         fits: Whether `memory_bytes` is within the limit.
+        saved: Options chosen to fit into it.
     """
 
     stages: tuple[StageForecast, ...]
@@ -60,6 +60,7 @@ class LayoutForecast:
     bytes_by_weights: Mapping[Weights, int]
     memory_bytes: int
     fits: bool
+    saved: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_stages(self) -> int:
@@ -74,7 +75,7 @@ class LayoutForecast:
     @property
     def options(self) -> str:
         """The strategy for this layout, as it is written."""
-        return write_layout(*self.sizes)
+        return write_layout(*self.sizes, **self.saved)
 
     def __str__(self) -> str:
         shards = f"{self.num_shards} shards"
@@ -105,7 +106,6 @@ class PipelinePlan:
         link: Link speed, and seconds of a message of any size, that are assumed.
         chunk_times: Seconds of computing a step on several stages, of all shards together, by
             number of chunks; the plan's first.
-        savers: Options that would save memory, and are not set.
     """
 
     layout: LayoutForecast
@@ -120,7 +120,6 @@ class PipelinePlan:
     edge_cut_frac: float
     link: Link
     chunk_times: Mapping[int, float]
-    savers: tuple[str, ...]
 
     @property
     def best(self) -> LayoutForecast:
@@ -132,8 +131,8 @@ class PipelinePlan:
         """What is fastest, and what speaks against the plan."""
         best, own, advice = self.best, self.layout, []
         if not best.fits:
-            tries = " or ".join([*self.savers, "more devices"])
-            advice.append(f"No layout fits into the memory: try {tries}.")
+            least = f"{best.memory_bytes / _MIB:,.0f} MiB, with {best.options}"
+            advice.append(f"No layout fits into the memory. Use more devices: {least}.")
         else:
             advice.append(f"Fastest: {best.options}, {best.step_s:.3f} s per step.")
         if own.step_bytes > min(own.bytes_by_weights.values()):
@@ -178,12 +177,13 @@ class PipelinePlan:
         ]
 
 
-def write_layout(num_stages: int, num_shards: int, num_chunks: int) -> str:
+def write_layout(num_stages: int, num_shards: int, num_chunks: int, **options: Any) -> str:
     """Return the strategy for a layout, as it is written."""
-    shards = f", graph_parallel={num_shards}" if num_shards > 1 else ""
+    options |= {"graph_parallel": num_shards} if num_shards > 1 else {}
+    more = "".join(f", {name}={value!r}" for name, value in options.items())
     return (
         f"Trainer(devices={num_stages * num_shards}, "
-        f"strategy=GNNPipeStrategy(num_chunks={num_chunks}{shards}))"
+        f"strategy=GNNPipeStrategy(num_chunks={num_chunks}{more}))"
     )
 
 

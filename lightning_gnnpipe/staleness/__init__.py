@@ -17,6 +17,7 @@ from lightning_gnnpipe.staleness.moments import (
 )
 from lightning_gnnpipe.staleness.store import (
     NEVER,
+    GradientBuffer,
     HistoryStore,
     ShardLink,
     Staleness,

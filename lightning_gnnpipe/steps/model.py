@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind, is_of_pairs
-from lightning_gnnpipe.chunks import StepCosts
+from lightning_gnnpipe.chunks import StepCosts, fit_memory
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
 from lightning_gnnpipe.graph import BatchPlan, ChunkPlan, text_fingerprint
 from lightning_gnnpipe.layers import find_layers, tracks_statistics, without_memory
 from lightning_gnnpipe.methods import own_methods, raising_own_errors
-from lightning_gnnpipe.options import RunOptions
+from lightning_gnnpipe.options import RunOptions, StrategyOptions
 from lightning_gnnpipe.passing import Matrices
 from lightning_gnnpipe.report import Split
 from lightning_gnnpipe.stages import (
@@ -383,26 +383,38 @@ class PipelinedModel:
         layers, balance = next(iter(self._modes.values())).layers, self._options.given.balance
         num_layers, num_stages = len(layers.segments), self._transport.mesh.num_stages
         check_num_stages(num_layers, num_stages)
+        run, counts = self._options, None
+        is_known = (len(self.preferred), sum(self.preferred)) == (num_stages, num_layers)
         if not isinstance(balance, str):
-            return check_counts(balance, num_layers, num_stages)
+            counts = check_counts(balance, num_layers, num_stages)
+        elif balance == "measured" and run.is_fitting and is_known:
+            counts = self.preferred
+        elif balance == "uniform" or not (run.is_fitting and run.measures(num_layers)):
+            counts = solve_balance([1.0] * num_layers, num_stages)
+        fits = run.is_fitting and run.given.memory_gib is not None and inputs.graphs is None
+        if counts is not None and not fits:
+            return counts
 
-        def by_costs() -> tuple[tuple[int, ...], int | None]:
+        def by_costs() -> tuple[tuple[int, ...], StrategyOptions, int | None, str]:
             costs = self.costs = self.costs or measure(layers)
-            repeated, chosen = self._repeated(layers, inputs), self._options.chosen
-            counts = costs.assign_layers(layers, num_stages, repeated)
-            if inputs.graphs is None and self._options.measures_chunks(num_layers):
-                stages = split_layers(layers, counts, repeated)
+            repeated = self._repeated(layers, inputs)
+            found = counts or costs.assign_layers(layers, num_stages, repeated)
+            options, chosen, memory = run.given, run.chosen, ""
+            if fits:
+                (options, number), memory = fit_memory(
+                    self.module, layers, found, repeated, costs, run
+                )
+                chosen = number if run.cut.has_free_chunks else chosen
+            elif inputs.graphs is None and run.measures_chunks(num_layers):
+                stages = split_layers(layers, found, repeated)
                 chosen = costs.choose_num_chunks(stages, inputs.num_nodes)
-            return counts, chosen
+            return found, options, chosen, memory
 
-        if balance == "measured" and self._options.is_fitting:
-            if (len(self.preferred), sum(self.preferred)) == (num_stages, num_layers):
-                return self.preferred
-            if self._options.measures(num_layers):
-                # Equal in all replicas.
-                counts, self._options.chosen = self._transport.everyone.run_on_first(by_costs)
-                return counts
-        return solve_balance([1.0] * num_layers, num_stages)
+        # Equal in all replicas.
+        settled = self._transport.everyone.run_on_first(by_costs)
+        found, run.given, run.chosen, run.memory = settled
+        run.open(run.stored)
+        return found
 
 
 def _trace_key(module: nn.Module, call: Call, inputs: Inputs, device: torch.device) -> Hashable:

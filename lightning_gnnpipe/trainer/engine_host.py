@@ -21,7 +21,7 @@ from torch.nn.utils.prune import is_pruned
 from torch.optim import Optimizer
 
 from lightning_gnnpipe.calls import Inputs
-from lightning_gnnpipe.chunks import StepCosts
+from lightning_gnnpipe.chunks import StepCosts, return_freed_memory
 from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.engine import PipelineEngine, RunState, SavedRun
 from lightning_gnnpipe.errors import ConfigError, Fallbacks, UnsupportedError
@@ -117,6 +117,8 @@ class EngineHost:
                 "compiled.",
                 ", ".join(compiled),
             )
+        if is_fitting and options.memory_gib is not None:
+            return_freed_memory()
         self._found = find_pipelined(module, options.pipelined_module)
         self._is_called, pipelined = False, self._found.module
         check_support(pipelined, 1)  # with one chunk; more are checked at the first forward
@@ -148,7 +150,7 @@ class EngineHost:
         self._patched.enter_context(self._replicas.computing_metrics(module))
         has_summary = any(isinstance(one, ModelSummary) for one in callbacks)
         if is_fitting and trainer.is_global_zero:
-            tell = partial(_tell_start, trainer, options)
+            tell = partial(_tell_start, trainer, run_options)
             engine.model.on_split = partial(tell, is_quiet=not has_summary)
 
     def check_training(self, optimizers: Sequence[Optimizer]) -> None:
@@ -292,7 +294,7 @@ class EngineHost:
 
 def _tell_start(
     trainer: pl.Trainer,
-    options: StrategyOptions,
+    run: RunOptions,
     split: Split,
     costs: StepCosts | None,
     inputs: Inputs,
@@ -305,7 +307,7 @@ def _tell_start(
     Warn if another layout is faster, if stages wait for one layer, or if gradients of weights are a
     large part of what is sent.
     """
-    root = trainer.lightning_module
+    root, options = trainer.lightning_module, run.given
     sent = split.step_bytes(root, get_codecs(options.cut_codec))
     extra = sent["whole"] - sent["staged"]
     if options.weights == "whole" and extra > max(0.5 * sent["staged"], _MUCH_BYTES):
@@ -318,6 +320,7 @@ def _tell_start(
     text = describe_split(split, plan.num_chunks, has_graphs=has_graphs)
     if costs is not None and split.num_shards == 1:
         text += f" {_expect(split, costs, inputs, options, plan)}"
+    text += f" {run.memory}" if run.memory else ""
     if is_quiet:
         return
     bar = trainer.progress_bar_callback

@@ -1,0 +1,158 @@
+"""Predicts the most memory that a rank takes, and chooses what makes it fit into `memory_gib`.
+
+    always       the graph, its plan and matrices, weights, outputs
+    exact        histories, all activations; or inputs of layers, with `recompute`
+    pipelined    histories and their gradients, all activations; or one chunk's
+    evaluation   histories and their gradients, one layer
+
+Beside these one layer runs: on all nodes, or on a chunk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from lightning_gnnpipe.chunks.costs import LayerCost, StepCosts
+from lightning_gnnpipe.errors import ConfigError
+from lightning_gnnpipe.options import RunOptions, StrategyOptions
+from lightning_gnnpipe.stages import Layers, Stage, find_users, split_layers
+
+GIB = 2**30
+_TRAINED = 4  # a weight, its gradient, two optimizer states
+_OUTPUTS = 4  # the outputs, their gradient, and as much again in the loss
+_RUNNING, _FORWARD = 3, 2  # times what a layer saves: lives while it runs, and in forward alone
+_PLAN, _MATRIX, _PARTS = 40, 50, 16  # bytes of an edge; parts are of chunks
+_CUTTING = 120  # bytes of an edge while the graph is cut
+_SPARE = 1.05  # what the allocator loses, and the user's step keeps
+
+Setting = tuple[StrategyOptions, int]  # and the number of chunks
+
+
+def predict_peaks(
+    module: nn.Module,
+    stages: Sequence[Stage],
+    costs: StepCosts,
+    setting: Setting,
+    node_frac: float = 1.0,
+    row_frac: float = 1.0,
+) -> list[int]:
+    """Return the bytes of a rank of each stage at its peak, beside Python and its libraries.
+
+    `node_frac`, `row_frac`: the shares of nodes, and of rows of histories, of its shard.
+    """
+    (options, num_chunks), sizes, found = setting, costs.sizes, []
+    users, is_cut = find_users(stages, module), num_chunks > 1
+    is_piped = is_cut and not (options.exact_in_chunks and len(stages) == 1)
+    row_frac *= is_piped and options.cross_chunk_edges == "keep"
+
+    def bytes_of(names: Iterable[str]) -> float:
+        return node_frac * sum(sizes.values.get(name, 0) for name in names)
+
+    for stage in stages:
+        own, is_staged = costs.of(stage), options.weights == "staged"
+        named = module.named_parameters()
+        weights = (p for n, p in named if not is_staged or stage.index in users.get(n, ()))
+        read = {n for one in stage.computed for n in one.inputs if n not in stage.leaves}
+        ends = 2 * max((bytes_of([name]) for name in (*read, *stage.sent)), default=0.0)
+        saved = [node_frac * one.saved_bytes for one in own]
+        tables = row_frac * sum(_table_bytes(one, options) for one in own)
+        of_chunk = _RUNNING * max(saved) / num_chunks
+        whole, rows = of_chunk * num_chunks, tables / 2  # gradients come later
+        again = bytes_of(read) + ends / 2
+        exact = rows + whole + (again if options.recompute else sum(saved))
+        evaluated = tables + whole * _FORWARD / _RUNNING + 1.5 * ends
+        if options.exact_in_chunks and is_cut:  # exchanges what is at the ends of a layer
+            exact, evaluated = rows + bytes_of(read) + ends + of_chunk, tables + 2 * ends + of_chunk
+        kept = sum(saved) / (num_chunks if options.recompute else 1)
+        pipelined = (tables + kept + of_chunk) * is_piped
+        of_edge = _PLAN + node_frac * (_MATRIX + _PARTS * is_cut)
+        held = 1.0 * sizes.given_bytes + _TRAINED * sum(p.nbytes for p in weights)
+        held += bytes_of([*stage.leaves, *stage.received, *stage.sent])
+        held += _OUTPUTS * bytes_of(stages[-1].sent) + of_edge * sizes.num_edges
+        cutting = sizes.given_bytes + _CUTTING * sizes.num_edges
+        found.append(round(_SPARE * max(held + max(exact, pipelined, evaluated), cutting)))
+    return found
+
+
+def _table_bytes(cost: LayerCost, options: StrategyOptions) -> float:
+    """Return the bytes of a layer's rows and gradients; weighted sums round both, and keep none."""
+    is_rounded = options.histories.dtype is torch.bfloat16 and not cost.is_rounded
+    rows = cost.history_bytes / 2 * (0.5 if is_rounded else 1)
+    if cost.is_sum:
+        return 2 * rows
+    return rows * (1 + options.recompute) + cost.history_bytes / 2
+
+
+def settings_of(run: RunOptions, stages: Sequence[Stage], costs: StepCosts) -> list[Setting]:
+    """Return what a run may be set to: by the price of what saves memory, then of the chunks."""
+    num_nodes = costs.sizes.num_nodes
+    numbers = [run.count_chunks(num_nodes)]
+    if run.measures_chunks(len(costs.layers)):
+        times, best = costs.times(stages, num_nodes), costs.choose_num_chunks(stages, num_nodes)
+        numbers = sorted(times, key=lambda number: (number != best, times[number]))
+    return [(options, number) for options in run.given.savings() for number in numbers]
+
+
+def choose_setting(
+    settings: Iterable[Setting], predict: Callable[[Setting], Sequence[int]], most_bytes: float
+) -> tuple[Setting, int]:
+    """Return the first setting that fits, and its bytes; if none does, the one with the fewest."""
+    found = list[tuple[Setting, int]]()
+    for setting in settings:
+        found.append((setting, max(predict(setting))))
+        if found[-1][1] <= most_bytes:
+            return found[-1]
+    return min(found, key=lambda one: one[1])
+
+
+def fit_memory(
+    module: nn.Module,
+    layers: Layers,
+    counts: Sequence[int],
+    repeated: Collection[str],
+    costs: StepCosts,
+    run: RunOptions,
+) -> tuple[Setting, str]:
+    """Return the setting with which a run fits into its memory, and what to say.
+
+    Raises:
+        ConfigError: If nothing fits.
+    """
+    gib = run.given.memory_gib or 0.0
+
+    def choose(counts: Sequence[int]) -> tuple[Setting, float]:
+        stages = split_layers(layers, counts, repeated)
+        settings = settings_of(replace(run, num_stages=len(counts)), stages, costs)
+        predict = lambda setting: predict_peaks(module, stages, costs, setting)  # noqa: E731
+        setting, num_bytes = choose_setting(settings, predict, gib * GIB)
+        return setting, num_bytes / GIB
+
+    setting, needed = choose(counts)
+    saved = setting[0].saved_beside(run.given)
+    text = "".join(f", {name}={value!r}" for name, value in saved.items())
+    if needed <= gib:
+        return setting, f"Memory: {needed:.3g} of {gib:g} GiB{text and f' with{text[1:]}'}."
+    more = range(len(counts) + 1, len(layers.segments) + 1)
+    tries = ((n, choose(costs.assign_layers(layers, n, repeated))[1]) for n in more)
+    fitting = next((f"or Trainer(devices={n}), {b:.3g} GiB each" for n, b in tries if b <= gib), "")
+    raise ConfigError(
+        f"Training does not fit into memory_gib={gib:g}: it would take {needed:.3g} GiB.\n"
+        f"That is the least, with num_chunks={setting[1]}{text}.\n"
+        f"Write memory_gib={1.06 * needed:.2g}, {fitting or 'since more stages do not suffice'}."
+    )
+
+
+def return_freed_memory() -> None:
+    """Have glibc return tensors from 1 MiB on to the system, not keep pieces of up to 32 MiB."""
+    try:
+        library = ctypes.CDLL(None)
+        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+            library.mallopt(option, 2**20)
+        library.malloc_trim(0)
+    except (AttributeError, OSError, TypeError):  # another C library
+        return

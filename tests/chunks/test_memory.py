@@ -1,0 +1,151 @@
+"""`memory_gib`: the cheapest that fits is chosen, what is given is kept, the rest is refused."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch_geometric.data import Data
+
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
+from lightning_gnnpipe.chunks import LayerCost, StepCosts, choose_setting, settings_of
+from lightning_gnnpipe.errors import ConfigError
+from lightning_gnnpipe.models import GNN, NodeClassifier
+from lightning_gnnpipe.options import RunOptions, StrategyOptions
+from tests.helpers.observed import make_trainer
+
+NUM_NODES, WIDTH, NUM_LAYERS = 2000, 32, 12
+ALL = {"recompute": True, "history_dtype": "bfloat16", "exact_in_chunks": True}
+
+
+def savings(**given: Any) -> list[dict[str, Any]]:
+    options = StrategyOptions(**given)
+    return [one.saved_beside(options) for one in options.savings()]
+
+
+def test_what_saves_memory_is_tried_by_its_price() -> None:
+    names = [tuple(one) for one in savings()]
+    once, dtype, exact = ALL
+    assert names == [(), (once,), (dtype,), (once, dtype), *((*n, exact) for n in names[:4])]
+    assert savings()[-1] == ALL
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ({"recompute": True, "history_dtype": "float32"}, {"exact_in_chunks"}),
+        ({"exact_in_chunks": True, "history_dtype": torch.float16}, {"recompute"}),
+        ({"cross_chunk_edges": "drop"}, {"recompute", "history_dtype"}),
+        ({"cuda_graphs": True}, {"history_dtype", "exact_in_chunks"}),
+    ],
+)
+def test_what_is_given_is_kept(given: dict[str, Any], left: set[str]) -> None:
+    assert {name for one in savings(**given) for name in one} == left
+    for one in StrategyOptions(**given).savings():
+        assert all(getattr(one, name) == value for name, value in given.items())
+
+
+def test_the_first_that_fits_is_chosen_else_the_smallest() -> None:
+    asked = []
+
+    def predict(setting: Any) -> list[int]:
+        options, num_chunks = setting
+        asked.append(num_chunks)
+        return [1, 100 // num_chunks - 20 * options.recompute]
+
+    plain, again, *_ = StrategyOptions().savings()
+    settings = [(one, number) for one in (plain, again) for number in (2, 4, 5)]
+    assert choose_setting(settings, predict, 50) == ((plain, 2), 50) and asked == [2]
+    assert choose_setting(settings, predict, 20) == ((plain, 5), 20)
+    assert choose_setting(settings, predict, 5) == ((again, 4), 5)
+    assert choose_setting(settings, predict, 0.5) == ((again, 5), 1)
+
+
+def test_chunks_come_by_their_time_unless_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepCosts, "times", lambda *_: {2: 3.0, 4: 1.0, 8: 1.02, 16: 0.99})
+    costs = StepCosts((LayerCost(1.0, 1.0, 8),) * 4, {})
+
+    def numbers(**given: Any) -> list[int]:
+        run = RunOptions(StrategyOptions(memory_gib=1.0, **given), 2)
+        found = settings_of(run, (), costs)
+        assert [one for _, one in found[:4]] == [one for _, one in found[4:8]] or len(found) == 8
+        return [one for options, one in found if not options.saved_beside(run.given)]
+
+    assert numbers() == [4, 16, 8, 2]
+    assert numbers(recompute=True) == [4, 16, 8, 2]
+    assert numbers(partition=torch.arange(40) % 3) == [3]
+
+
+def make_inputs() -> tuple[NodeClassifier, FullGraphDataModule]:
+    """Return a network whose activations outweigh its weights and edges."""
+    L.seed_everything(0, verbose=False)
+    edges = torch.randint(0, NUM_NODES, (2, 2 * NUM_NODES))
+    data = Data(x=torch.randn(NUM_NODES, 8), edge_index=edges, y=torch.arange(NUM_NODES) % 3)
+    return NodeClassifier(GNN(8, WIDTH, 3, NUM_LAYERS, 0.0), 3), FullGraphDataModule(data)
+
+
+def plan(**options: Any) -> Any:
+    return GNNPipeStrategy(**options).plan(*make_inputs(), num_stages=1).layout
+
+
+def fit(**options: Any) -> L.Trainer:
+    free = {"num_chunks": "auto", "balance": "measured", **options}
+    trainer = make_trainer(1, 4, strategy=free, max_epochs=2, enable_model_summary=True)
+    trainer.fit(*make_inputs())
+    return trainer
+
+
+def test_a_run_takes_what_fits_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    most, least = plan(num_chunks=4).memory_bytes, plan(num_chunks=4, **ALL).memory_bytes
+    assert least < 0.8 * most
+    options: dict[str, Any] = {"num_chunks": 4, "memory_gib": (most + least) / 2**31}
+    planned = plan(**options)
+    saved = ", ".join(f"{name}={value!r}" for name, value in planned.saved.items())
+    assert saved and planned.fits and saved in planned.options
+    strategy = fit(**options).strategy
+    [line] = [one for one in capfd.readouterr().out.splitlines() if "Pipeline: " in one]
+    assert line.endswith(f" of {options['memory_gib']:g} GiB with {saved}.")
+    assert isinstance(strategy, GNNPipeStrategy)
+    assert strategy.options == StrategyOptions(  # the next run chooses again
+        **options, balance="measured", start_method="fork"
+    )
+    fit(memory_gib=1.0)
+    assert re.search(r" 1 chunk\..* Memory: \S+ of 1 GiB\.", capfd.readouterr().out)
+
+
+def test_what_cannot_fit_is_refused_with_what_would() -> None:
+    text = (
+        r"Training does not fit into memory_gib=1e-06: it would take (\S+) GiB\.\n"
+        r"That is the least, with num_chunks=\d+.*\.\n"
+        r"Write memory_gib=(\S+), since more stages do not suffice\."
+    )
+    with pytest.raises(ConfigError, match=text) as caught:
+        fit(memory_gib=1e-6)
+    found = re.search(text, str(caught.value))
+    assert found is not None and float(found[1]) < float(found[2])
+    fit(memory_gib=float(found[2]))
+    with pytest.raises(ConfigError, match=r"or Trainer\(devices=[2-9]\), \S+ GiB each\."):
+        fit(memory_gib=0.9 * float(found[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "stages", "share"),
+    [("gcn", 1, 0.95), ("gcn", 2, 0.9), ("gcnii+norm", 2, 0.7), ("sage", 2, 0.8)],
+)
+def test_the_measured_peak_is_within_the_budget(
+    model: str, stages: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a `share` of what is predicted without saving; tensors are of several MiB, as in use."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples" / "benchmarks")
+    common = import_module("common")
+    cell = {"model": model, "stages": stages, "nodes": 40_000, "edges": 400_000, "layers": 8}
+    cell |= {"hidden": 64, "chunks": "auto"}
+    free = common.train_once(mode="plan", **{**cell, "chunks": 8})["memory_mib"]
+    run = common.train_once(validate=True, warm=1, steps=2, memory_gib=share * free / 1024, **cell)
+    assert max(run["anonymous_mib"]) <= 1.05 * share * free
