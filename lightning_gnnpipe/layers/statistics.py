@@ -19,7 +19,7 @@ from lightning_gnnpipe.graph import Chunk
 from lightning_gnnpipe.passing import CallKey, MessageContext, Replacement
 from lightning_gnnpipe.passing.edges import WHOLE
 from lightning_gnnpipe.staleness import ExactStore, RowMoments, ShardLink, float_of
-from lightning_gnnpipe.staleness.moments import ALL_MEAN, KEPT, MEAN, NORM_MEAN, NORM_VAR, VAR
+from lightning_gnnpipe.staleness.moments import KEPT, MEAN, NORM_MEAN, NORM_VAR, VAR
 
 # From a norm, and mean and variance `[channels]`, to scale (None for 1) and shift `[channels]`.
 Formula = Callable[[Any, Tensor, Tensor], tuple[Tensor | None, Tensor]]
@@ -227,19 +227,20 @@ class _Estimated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, part: _Part) -> tuple[Tensor, Tensor, Tensor]:
         moments, chunk = ctx.part = part
-        ctx.save_for_backward(moments.add(chunk, rows, 0.0))
-        known, ctx.dtype = moments.table[chunk], rows.dtype
-        return rows.view_as(rows), known[MEAN] + moments.center, known[VAR].clone()
+        known, ctx.dtype = moments.numbers[chunk], rows.dtype
+        moments.add(chunk, wide := rows.to(moments.center.dtype), 0.0)
+        ctx.save_for_backward(wide)
+        return rows.view_as(rows), known[MEAN].clone(), known[VAR].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, None]:
         moments, chunk = ctx.part
-        by_var, by_mean = moments.factors[:, chunk]
+        by_var, by_mean = moments.factors[chunk]
         of_square = (-2 * var, by_var), (-mean, by_mean)
         shift, slope = moments.add_grad(chunk, -mean, of_square)
-        (away,) = ctx.saved_tensors
-        return torch.addcmul(shift, away, slope).add_(grad).to(ctx.dtype), None
+        (rows,) = ctx.saved_tensors
+        return torch.addcmul(shift, rows, slope).add_(grad).to(ctx.dtype), None
 
 
 class _ScaledByChannel(torch.autograd.Function):
@@ -256,31 +257,32 @@ class _ScaledByChannel(torch.autograd.Function):
         part: _Part,
     ) -> Tensor:
         moments, chunk = ctx.part = part
-        away, known = moments.add(chunk, rows, eps), moments.table[chunk]
+        known, ctx.dtype = moments.numbers[chunk], rows.dtype
+        rows = rows.to(moments.center.dtype)
+        moments.add(chunk, rows, eps)
         mean, var = known[MEAN], known[VAR]
         if mean_scale is not None:  # KEPT: what of the mean is not subtracted
-            whole = torch.add(mean, moments.center, out=known[ALL_MEAN])
-            kept = torch.addcmul(whole, mean_scale, whole, value=-1, out=known[KEPT])
-            mean = torch.sub(mean, kept, out=known[NORM_MEAN])
+            whole, mean = mean, torch.mul(mean, mean_scale, out=known[NORM_MEAN])
+            kept = torch.sub(whole, mean, out=known[KEPT])
             var = torch.addcmul(var, kept, kept, out=known[NORM_VAR])
         # The table is written for other chunks before backward.
-        ctx.save_for_backward(away, weight, mean_scale)
-        ctx.mean, ctx.var, ctx.dtype = mean, var, rows.dtype
-        out: Tensor = torch.native_batch_norm(away, weight, bias, mean, var, False, 0.0, 0.0)[0]
+        ctx.save_for_backward(rows, weight, mean_scale)
+        ctx.mean, ctx.var = mean, var
+        out: Tensor = torch.native_batch_norm(rows, weight, bias, mean, var, False, 0.0, 0.0)[0]
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        away, weight, mean_scale = ctx.saved_tensors
+        rows, weight, mean_scale = ctx.saved_tensors
         moments, chunk = ctx.part
         if grad.size(0):
             own, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-                grad, away, weight, ctx.mean, ctx.var, None, None, False, 0.0, [True] * 3
+                grad, rows, weight, ctx.mean, ctx.var, None, None, False, 0.0, [True] * 3
             )
         else:  # the kernel divides by the number of rows
-            own, of_weight, of_bias = away.clone(), *torch.zeros_like(moments.table[chunk, :2])
-        by_mean, of_first, of_second, *more = moments.factors[:, chunk]
+            own, of_weight, of_bias = rows.clone(), *torch.zeros_like(moments.table[chunk, :2])
+        by_mean, of_first, of_second, *more = moments.factors[chunk]
         scaled, of_scale = torch.mul(of_bias, by_mean), None
         of_mean = scaled
         if mean_scale is not None:
@@ -292,7 +294,7 @@ class _ScaledByChannel(torch.autograd.Function):
         else:
             of_square = (of_weight, of_first), (of_bias, of_second)
         shift, slope = moments.add_grad(chunk, of_mean, of_square)
-        own = own.addcmul_(away, slope).add_(shift).to(ctx.dtype)
+        own = own.addcmul_(rows, slope).add_(shift).to(ctx.dtype)
         of_weights = (None, None) if weight is None else (of_weight, of_bias)
         return own, *of_weights, of_scale, None, None
 
@@ -302,7 +304,7 @@ def _prepare(norm: Any, moments: RowMoments) -> tuple[Tensor, ...]:
     """Update running statistics; return factors for backward, `[num_chunks, channels]` each.
 
     1. From the bias's gradient to minus the mean's. 2. and 3. The factors of `of_square` in
-    `RowMoments.add_grad`. GraphNorm also: 4. KEPT * weight / variance, 5. minus ALL_MEAN.
+    `RowMoments.add_grad`. GraphNorm also: 4. KEPT * weight / variance, 5. minus MEAN.
     Norms that are not in `_SCALED`: `RowMoments.slopes`.
     """
     if moments.is_complete:
@@ -319,7 +321,7 @@ def _prepare(norm: Any, moments: RowMoments) -> tuple[Tensor, ...]:
         return by_root, by_square * by_var, by_root * by_mean
     by_kept = moments.table[:, KEPT] * by_square
     of_weight = by_square * by_var + by_kept * by_mean
-    return by_root, of_weight, mean_scale * by_mean, by_kept, -moments.table[:, ALL_MEAN]
+    return by_root, of_weight, mean_scale * by_mean, by_kept, -moments.table[:, MEAN]
 
 
 def _normalize_exactly(

@@ -13,14 +13,15 @@ variances of F include up to `FLOOR` rows with the variance of all rows then, no
 chunk.
 
 Each chunk adds the means of x - c and (x - c)^2, with c the mean of all rows then, to the means
-of F now and then, four rows of one tensor: as many operations for any number of chunks.
+of F now and then, four rows of one tensor: as many operations for any number of chunks. What
+these operations read and write is found once: see `_Views`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,9 +65,15 @@ def mean_and_var(sums: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
     return center + share, var.clamp(min=0)
 
 
-# Rows of a chunk's numbers in `RowMoments.table`; the last four are of the norm.
+# Rows of a chunk's numbers in `RowMoments.table`; the last three are of the norm.
 RATIO, VAR, CHANGE, ROOT, MEAN, NOW, THEN, SPREAD, SPREAD_THEN = range(9)
-ALL_MEAN, KEPT, NORM_MEAN, NORM_VAR = range(9, 13)
+KEPT, NORM_MEAN, NORM_VAR = range(9, 12)
+
+
+def _view(own: Tensor, table: Tensor) -> _Views:
+    numbers = table.unbind()
+    pairs = RATIO, CHANGE, NOW, SPREAD  # the first of two rows
+    return _Views(own, own[0, 0], own[0, 1], numbers, *(table[one : one + 2] for one in pairs))
 
 
 def _share_of_rows(count: int, num_run: int, num_rows: int) -> tuple[float, float, float]:
@@ -88,14 +95,28 @@ def _shares(counts: Sequence[int], order: Sequence[int]) -> Tensor:
     return found
 
 
+class _Views(NamedTuple):
+    """Parts of `RowMoments.table`, and of the means of one chunk: what `RowMoments.add` writes."""
+
+    own: Tensor  # `[2, 2, channels]` now and then, means of x - c and of (x - c)^2
+    first: Tensor
+    second: Tensor
+    numbers: tuple[Tensor, ...]  # by name, as RATIO
+    ratio_and_var: Tensor
+    roots: Tensor
+    means: Tensor
+    spreads: Tensor
+
+
 class RowMoments:
     """Statistics of one call of a norm, over several steps.
 
     Attributes:
-        table: `[num_chunks, 13, channels]` each chunk's estimates of all rows: RATIO of
+        table: `[num_chunks, 12, channels]` each chunk's estimates of all rows: RATIO of
             the variances of F now and then; VAR, the variance plus the norm's epsilon; CHANGE and
-            ROOT, the roots of both; MEAN, minus `center`; NOW and THEN, means of x - c over F;
-            SPREAD and SPREAD_THEN, variances of F with the rows of `FLOOR`.
+            ROOT, the roots of both; MEAN; NOW and THEN, means over F, THEN of x - c; SPREAD and
+            SPREAD_THEN, variances of F with the rows of `FLOOR`.
+        numbers: Rows of `table` by chunk and name.
     """
 
     def __init__(self, num_chunks: int, center: Tensor, sum_over_shards: _Sum | None) -> None:
@@ -103,18 +124,25 @@ class RowMoments:
         self._sum_over_shards = sum_over_shards
         self.is_of_messages = False  # rows are messages: their number may differ between steps
         self._counts, self._last_counts = [0] * num_chunks, tuple[int, ...]()
-        self.center, self.var = torch.empty_like(center), torch.empty_like(center)
+        self._offsets = center.new_zeros(2, width)  # from means of x - c to NOW and THEN
+        self.center, self.var = self._offsets[0], torch.empty_like(center)
         self._slopes = center.new_ones(2, width)  # of RATIO and VAR
         self._least = self._slopes[1]  # the variance, at least `_TINY`
         self._epsilons: dict[float, Tensor] = {}
         self._means = center.new_zeros(2, num_chunks, 2, width)  # this and the last step's
         self._pool = center.new_zeros(2, 2, width)  # of F, see `_means`
-        self.table = center.new_zeros(num_chunks, 13, width)
+        self._pools = self._pool.unbind(1)
+        self.table = center.new_zeros(num_chunks, 12, width)
+        self._views = [*map(_view, self._means.unbind(1), self.table)]
+        self.numbers = [one.numbers for one in self._views]
         self._own_grad, self._grads = center.new_zeros(2, width), center.new_zeros(2, width)
+        self._own_grads = self._own_grad.unbind()
         self._shares: Tensor | None = None  # see `_share_of_rows`; None: counts may be new
+        self._split: tuple[Tensor | None, list[tuple[Tensor, ...]]] = None, []  # `_shares`, unbound
         # What norms compute once for all chunks' backward, `[num_factors, num_chunks, channels]`.
         self.prepare: Callable[[RowMoments], Sequence[Tensor]] | None = None
-        self.factors = center.new_empty(0)
+        self._factors = center.new_empty(0)
+        self.factors: list[tuple[Tensor, ...]] = []  # by chunk
 
     def load(self, means: Tensor | None, total: Tensor, center: Tensor) -> None:
         """Take up the last step's statistics.
@@ -148,7 +176,8 @@ class RowMoments:
         self._shares, counts = None, (*self._counts,)
         if self._is_known and counts == self._last_counts:  # assume the same counts again
             self._shares = order.kept(counts, self.center, lambda _: _shares(counts, order.chunks))
-
+            if self._shares is not self._split[0]:
+                self._split = self._shares, [one.unbind() for one in self._shares]
         self._last_counts = counts
 
     def _keep_step(self) -> None:
@@ -165,47 +194,45 @@ class RowMoments:
             self._is_known = True
         self._clear()
 
-    def add(self, chunk: int, rows: Tensor, eps: float) -> Tensor:
-        """Return `rows - center`; write to `table` what all rows are when this chunk has run."""
-        away = rows - self.center
+    def add(self, chunk: int, rows: Tensor, eps: float) -> None:
+        """Write to `table` what all rows are when this chunk has run."""
         if chunk in self._runs:  # recomputed in backward
-            return away
-        own, count = self._means[:, chunk], rows.size(0)
+            return
+        view, count, pools = self._views[chunk], rows.size(0), self._pools
+        own, first, second, numbers, ratio_and_var, roots, means, spreads = view
+        if count:
+            mean, var = torch.batch_norm_update_stats(rows, None, None, 0.0)
+            torch.sub(mean, self.center, out=first)
+            torch.addcmul(var, first, first, out=second)
+        else:
+            own[0] = 0
         if self._sum_over_shards is not None:
-            sums = torch.cat([away.sum(0), away.square().sum(0), away.new_full((1,), count)])
-            sums = self._sum_over_shards(sums)
+            sums = self._sum_over_shards(torch.cat([own[0].view(-1), first.new_ones(1)]) * count)
             fixed = 0 if self.is_of_messages else self._counts[chunk]
             count = fixed or int(sums[-1])  # waits for the device
             torch.div(sums[:-1].view_as(own[0]), max(count, 1), out=own[0])
-        elif count:
-            torch.mean(away, 0, out=own[0, 0])
-            torch.mean(away.square(), 0, out=own[0, 1])
-        else:
-            own[0] = 0
         if not self._is_known:
             own[1] = own[0]
         if count != self._counts[chunk]:
             self._shares, self._counts[chunk] = None, count
         self._num_run = num_run = self._num_run + count
         if self._shares is None:
-            shares = away.new_tensor(_share_of_rows(count, num_run, self.num_rows))
+            shares = rows.new_tensor(_share_of_rows(count, num_run, self.num_rows)).unbind()
         else:
-            shares = self._shares[chunk]
+            shares = self._split[1][chunk]
         share, floor, self._runs[chunk] = shares
-        pool, known = self._pool.lerp_(own, share), self.table[chunk]
+        pool = self._pool.lerp_(own, share)
         if not self._is_known and self.is_complete:
             pool[1, 0], pool[1, 1] = 0, self.var
         if eps not in self._epsilons:
             self._epsilons[eps] = self.var.new_tensor([[0.0], [eps]])
-        means, spreads = known[NOW : THEN + 1], known[SPREAD : SPREAD_THEN + 1]
-        means.copy_(pool[:, 0])
-        torch.addcmul(pool[:, 1], means, means, value=-1, out=spreads)
+        torch.add(pools[0], self._offsets, out=means)
+        torch.addcmul(pools[1], pools[0], pools[0], value=-1, out=spreads)
         spreads.addcmul_(self._least, floor).clamp_(min=_TINY)
-        ratio = spreads[0] / spreads[1]
-        torch.addcmul(self._epsilons[eps], ratio, self._slopes, out=known[: VAR + 1])
-        torch.sqrt(known[: VAR + 1], out=known[CHANGE : ROOT + 1])
-        torch.addcmul(means[0], known[CHANGE], means[1], value=-1, out=known[MEAN])
-        return away
+        ratio = numbers[SPREAD] / numbers[SPREAD_THEN]
+        torch.addcmul(self._epsilons[eps], ratio, self._slopes, out=ratio_and_var)
+        torch.sqrt(ratio_and_var, out=roots)
+        torch.addcmul(numbers[NOW], numbers[CHANGE], numbers[THEN], value=-1, out=numbers[MEAN])
 
     @property
     def shares(self) -> Tensor | None:
@@ -242,13 +269,12 @@ class RowMoments:
         """Add a chunk's gradients; last chunks first.
 
         `of_mean` is minus the gradient of MEAN. `of_square`: two pairs whose products sum to -2 g,
-        see `slopes`. Returns (a, b), `[2, channels]`: the rows' gradient is
-        a + b (rows - center).
+        see `slopes`. Returns (a, b), `[2, channels]`: the rows' gradient is a + b rows.
         """
-        first, second = self._own_grad
+        first, second = self._own_grads
         (one, by_one), (other, by_other) = of_square
         torch.mul(one, by_one, out=second).addcmul_(other, by_other)
-        torch.addcmul(of_mean, self.table[chunk, NOW], second, value=-1, out=first)
+        torch.addcmul(of_mean, self.numbers[chunk][NOW], second, value=-1, out=first)
         self._grads.addcmul_(self._own_grad, self._runs[chunk])
         return self._grads if self._sum_over_shards is None else self._sum_over_shards(self._grads)
 
@@ -261,9 +287,10 @@ class RowMoments:
         if self.prepare is None or not self._runs:
             return
         found = torch.stack([*self.prepare(self)])
-        if self.factors.shape != found.shape:
-            self.factors = torch.empty_like(found)
-        self.factors.copy_(found)
+        if self._factors.shape != found.shape:
+            self._factors = torch.empty_like(found)
+            self.factors = [one.unbind() for one in self._factors.unbind(1)]
+        self._factors.copy_(found)
 
     def present(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean, variance and number of the rows of all chunks that have run."""
