@@ -73,12 +73,14 @@ def measure(net: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("kind", [Net, Residual])
+@pytest.mark.parametrize("longest_s", [1.0, 1e9])
 @pytest.mark.parametrize("seed", range(3))
 def test_equal_layers_are_cut_in_halves_on_a_busy_machine(
-    seed: int, kind: type[Net], monkeypatch: pytest.MonkeyPatch
+    seed: int, longest_s: float, kind: type[Net], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Even where all layers are slow, so that there is no time to repeat each."""
     monkeypatch.setattr(costs, "time", BusyClock(seed))
-    monkeypatch.setattr(costs, "_LONGEST_S", 1e9)
+    monkeypatch.setattr(costs, "_LONGEST_S", longest_s)
     layers, found = measure(kind())
     assert found.assign_layers(layers, 2, ()) == (L // 2, L // 2)
     assert len({cost.compute_s for cost in found.layers[1:-1]}) == 1
