@@ -261,7 +261,8 @@ def measure_layers(
             run = partial(_run, segment, values, chunk, context, given, saved)
             first_s = run()[:2].sum()  # with what is computed once per chunk
             num_runs = 1 + int(_LONGEST_S / len(segments) / first_s)
-            num_runs = max(num_runs, 4 - forms.count(form))  # at least three of each form
+            if first_s < 1.0:  # s; a longer run averages over other processes' load
+                num_runs = max(num_runs, 4 - forms.count(form))  # at least three of each form
             runs = [run() for _ in range(min(num_runs, _MOST_RUNS))]
             times.append(np.min(runs, axis=0))  # load from other processes only adds time
             known |= {name for name, one in values.items() if _address(one) in saved}
