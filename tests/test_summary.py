@@ -53,7 +53,8 @@ def measuring(monkeypatch: pytest.MonkeyPatch, seconds: list[float], chunk_s: fl
         (
             [6e-3] * 4,
             0.0,
-            r"0\.019 s in these stages, 0\.024 s on one device with one chunk, 0\.02\d s by",
+            r"0\.019 s in these stages, 0\.024 s on one device with one chunk and 1 thread, "
+            r"0\.02\d s by",
             "",
         ),
         (
@@ -106,6 +107,7 @@ def test_micro_batches_that_cost_more_than_they_save_are_warned_of(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     measuring(monkeypatch, [0.4] * 4, 0.1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     trainer = make_trainer(
         2, 4, max_epochs=1, strategy={"balance": "measured"}, enable_model_summary=True
     )
@@ -114,7 +116,8 @@ def test_micro_batches_that_cost_more_than_they_save_are_warned_of(
     shown = capfd.readouterr().out
     assert re.search(
         r"Pipeline: 2 stages of 2 \+ 2 layers, 4 micro-batches\. "
-        r"Expected for a step: 1\.00\d s in these stages, 0\.400 s on one device with one chunk\.",
+        r"Expected for a step: 1\.00\d s in these stages, "
+        r"0\.400 s on one device with one chunk and 3 threads\.",
         shown,
     )
     assert "Trainer(devices=1, strategy=GNNPipeStrategy(num_chunks=1))" in shown

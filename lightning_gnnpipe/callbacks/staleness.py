@@ -115,8 +115,8 @@ class EmbeddingRefresh(PipeCallback):
 
     With `how="exact"`, all histories are computed anew before every n-th epoch, with the
     present weights and without dropout. They come from the validation that has just run, if it ran
-    on the training graph with the same weights, and cost nothing then; else a forward pass without
-    overlap computes them, as it does with norms over all nodes and with `async_halo`.
+    on the training graph with the same weights, and cost nothing then. Without such a validation,
+    with norms over all nodes or with `async_halo`, each refresh costs one more exact forward pass.
 
     With `how="snapshot"`, stale reads return a copy of all embeddings, taken after every n-th epoch
     and every exact one. The copy takes as much memory as the histories.

@@ -248,17 +248,21 @@ def measure_layers(
     values = batch.slice(chunk, leaves)
     known, saved = set(values), dict[int, int]()  # names of what is given, or saved before
     times, held = list[NDArray[np.float64]](), list[dict[str, Any]]()
+    forms = list(map(_form_of, segments))
     with (
         undisturbed(module),
         intercept(find_layers(module), context),
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
-        for segment, unread in zip(segments, unread_after(segments, leaves), strict=True):
+        unread_names = unread_after(segments, leaves)
+        for segment, form, unread in zip(segments, forms, unread_names, strict=True):
             given = [*module.parameters(), *(values[name] for name in known & values.keys())]
             run = partial(_run, segment, values, chunk, context, given, saved)
             first_s = run()[:2].sum()  # with what is computed once per chunk
             num_runs = 1 + int(_LONGEST_S / len(segments) / first_s)
+            if first_s < 1.0:  # s; a longer run averages over other processes' load
+                num_runs = max(num_runs, 4 - forms.count(form))  # at least three of each form
             runs = [run() for _ in range(min(num_runs, _MOST_RUNS))]
             times.append(np.min(runs, axis=0))  # load from other processes only adds time
             known |= {name for name, one in values.items() if _address(one) in saved}
@@ -266,7 +270,6 @@ def measure_layers(
                 del values[name]
             held.append({} if store is None else store.drop())
     found = np.array(times) * (sum(one.work for one in chunks) / max(chunk.work, 1))
-    forms = list(map(_form_of, segments))
     for form in set(forms):
         same = [i for i, one in enumerate(forms) if one == form]
         found[same, :2] = np.median(found[same, :2], axis=0)

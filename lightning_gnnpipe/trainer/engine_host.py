@@ -358,7 +358,11 @@ def _expect(
             axis,
             num_stages,
         )
-    names = "in these stages", "on one device with one chunk", "by graph parallelism"
+    number, threads = torch.get_num_threads(), ""
+    if inputs.edge_index.device.type == "cpu":  # a process alone would have all cores
+        threads = f" and {number} thread{'s' if number > 1 else ''}"
+    one_device = f"on one device with one chunk{threads}"
+    names = "in these stages", one_device, "by graph parallelism"
     shown = (f"{one:.3f} s {name}" for one, name in zip(times.values(), names, strict=False))
     return f"Expected for a step: {', '.join(shown)}."
 
