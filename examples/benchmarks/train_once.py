@@ -31,6 +31,7 @@ from common import INSIDE_FRAC, MATMUL, NUM_EDGES, NUM_NODES, make_edges
 from link import measure_link
 from torch import Tensor
 from torch.distributed import FileStore
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 from torch_geometric.nn import GCN2Conv, GCNConv
@@ -46,6 +47,7 @@ from lightning_gnnpipe.comm import Meter, Transport, World
 from lightning_gnnpipe.models import GCNII, GNN, NodeClassifier, ResGCNPlus
 from lightning_gnnpipe.types import CodecName, CodecOption, StalenessName
 
+PYG = "plain", "sorted", "csr", "checkpointed"  # ways to train without the strategy
 NUM_CLASSES = 10
 NUM_WARM_STEPS = 3  # the exact first step, allocator and caches
 MIB = 2**20
@@ -154,6 +156,9 @@ def main() -> None:
         return
     if options.mode == "csr":
         use_csr(module, data)
+    if options.mode == "checkpointed":
+        for conv in module.net.convs:  # type: ignore[union-attr]
+            conv.forward = partial(checkpoint, conv.forward, use_reentrant=False)
     with tempfile.TemporaryDirectory() as folder:
         measure = Measure(Path(folder) / "measured.json", options.warm, options.turn)
         trainer = make_trainer(options, measure, options.warm + options.steps)
@@ -245,7 +250,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("--mode", choices=["pipe", "plan", "link", "plain", "sorted", "csr"], default="pipe")
+    add("--mode", choices=["pipe", "plan", "link", *PYG], default="pipe")
     add("--model", choices=list(MODELS), default="gcnii")
     add("--dataset", default="synthetic")
     add("--root", default=os.environ.get("GNNPIPE_DATA"))
@@ -303,7 +308,7 @@ def make_data(options: argparse.Namespace) -> Data:
         data = synthetic(options) if options.dataset == "synthetic" else public(options)
     if options.undirected:
         data.edge_index = to_undirected(data.edge_index, num_nodes=data.num_nodes)
-    if options.mode == "sorted":
+    if options.mode in ("sorted", "checkpointed"):
         data.edge_index = data.edge_index[:, data.edge_index[1].argsort()]
     return data
 

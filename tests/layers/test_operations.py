@@ -98,8 +98,8 @@ def count(
 
 LAYERS: dict[str, tuple[Callable[[], list[Any]], int]] = {
     "gcn-layer": (lambda: [gnn.GCNConv(D, D), nn.LayerNorm(D)], 20),
-    "gcn-batch": (lambda: [gnn.GCNConv(D, D), nn.BatchNorm1d(D)], 45),
-    "sage-graph": (lambda: [gnn.SAGEConv(D, D), gnn.GraphNorm(D)], 55),
+    "gcn-batch": (lambda: [gnn.GCNConv(D, D), nn.BatchNorm1d(D)], 39),
+    "sage-graph": (lambda: [gnn.SAGEConv(D, D), gnn.GraphNorm(D)], 52),
     "gat-layer": (lambda: [gnn.GATConv(D, D), nn.LayerNorm(D)], 85),
 }
 

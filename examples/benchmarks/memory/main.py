@@ -17,12 +17,17 @@ from common import interleave, median_step_s, print_table
 
 TUNABLES = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
 AGAIN = {"recompute": True}
+EXACT = {"exact_in_chunks": True}
 ROUNDED = {"histories": "bfloat16"}
 Settings = dict[str, dict[str, Any]]
 
 # GCNII of 16 layers on the synthetic graph: what takes less memory.
 SYNTHETIC: Settings = {
     "PyG full batch, edges sorted": {"mode": "sorted", "steps": 1},
+    "PyG, activation checkpointing, edges sorted": {"mode": "checkpointed", "steps": 1},
+    "1 stage, 1 chunk": {"chunks": 1},
+    "1 stage, exact in 16 chunks": {"chunks": 16, **EXACT},
+    "1 stage, exact in 64 chunks": {"chunks": 64, **EXACT},
     "1 stage": {"chunks": 64},
     "1 stage, recompute": {"chunks": 64, **AGAIN},
     "1 stage, recompute, bfloat16 histories": {"chunks": 64, **AGAIN, **ROUNDED},
