@@ -132,6 +132,22 @@ def test_exact_steps_that_are_chosen_keep_no_histories() -> None:
     assert is_exact and num_bytes < least / 2
 
 
+def test_a_refusal_counts_weights_once_for_each_number_of_stages() -> None:
+    class Counted(GNN):
+        num_counts = 0
+
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+            self.num_counts += 1
+            return super().named_parameters(*args, **kwargs)
+
+    _, data = make_inputs()
+    net = Counted(8, WIDTH, 3, NUM_LAYERS, 0.0)
+    trainer = make_trainer(1, 4, strategy={"num_chunks": "auto", "memory_gib": 1e-6})
+    with pytest.raises(ConfigError, match="more stages do not suffice"):
+        trainer.fit(NodeClassifier(net, 3), data)
+    assert net.num_counts < 100
+
+
 def test_what_cannot_fit_is_refused_with_what_would() -> None:
     text = (
         r"Training does not fit into memory_gib=1e-06: it would take (\S+) GiB\.\n"
