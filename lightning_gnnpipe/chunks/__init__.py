@@ -17,6 +17,7 @@ from lightning_gnnpipe.chunks.memory import (
     predict_peaks,
     return_freed_memory,
     settings_of,
+    weight_bytes,
 )
 from lightning_gnnpipe.chunks.step import (
     PassSpec,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from lightning_gnnpipe.chunks.costs import LayerCost, StepCosts
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.options import RunOptions, StrategyOptions
 from lightning_gnnpipe.stages import Layers, Stage, find_users, split_layers
+from lightning_gnnpipe.types import Weights
 
 GIB = 2**30
 _TRAINED = 4  # a weight, its gradient, two optimizer states
@@ -33,8 +35,18 @@ _SPARE = 1.05  # what the allocator loses, and the user's step keeps
 Setting = tuple[StrategyOptions, int]  # and the number of chunks
 
 
+def weight_bytes(module: nn.Module, stages: Sequence[Stage], weights: Weights) -> list[int]:
+    """Return the bytes of the weights that a rank of each stage holds."""
+    named = dict(module.named_parameters())
+    if weights == "whole":
+        return [sum(p.nbytes for p in named.values())] * len(stages)
+    users = find_users(stages, module).items()
+    held = ([named[n] for n, by in users if n in named and one.index in by] for one in stages)
+    return [sum(p.nbytes for p in own) for own in held]
+
+
 def predict_peaks(
-    module: nn.Module,
+    weights: Sequence[int],
     stages: Sequence[Stage],
     costs: StepCosts,
     setting: Setting,
@@ -43,20 +55,19 @@ def predict_peaks(
 ) -> list[int]:
     """Return the bytes of a rank of each stage at its peak, beside Python and its libraries.
 
-    `node_frac`, `row_frac`: the shares of nodes, and of rows of histories, of its shard.
+    `weights`: see `weight_bytes`. `node_frac`, `row_frac`: the shares of nodes, and of rows of
+    histories, of its shard.
     """
     (options, num_chunks), sizes, found = setting, costs.sizes, []
-    users, is_cut = find_users(stages, module), num_chunks > 1
+    is_cut = num_chunks > 1
     is_piped = is_cut and not (options.exact_in_chunks and len(stages) == 1)
     row_frac *= is_piped and options.cross_chunk_edges == "keep"
 
     def bytes_of(names: Iterable[str]) -> float:
         return node_frac * sum(sizes.values.get(name, 0) for name in names)
 
-    for stage in stages:
-        own, is_staged = costs.of(stage), options.weights == "staged"
-        named = module.named_parameters()
-        weights = (p for n, p in named if not is_staged or stage.index in users.get(n, ()))
+    for stage, weight in zip(stages, weights, strict=True):
+        own = costs.of(stage)
         read = {n for one in stage.computed for n in one.inputs if n not in stage.leaves}
         ends = 2 * max((bytes_of([name]) for name in (*read, *stage.sent)), default=0.0)
         saved = [node_frac * one.saved_bytes for one in own]
@@ -71,7 +82,7 @@ def predict_peaks(
         kept = sum(saved) / (num_chunks if options.recompute else 1)
         pipelined = (tables + kept + of_chunk) * is_piped
         of_edge = _PLAN + node_frac * (_MATRIX + _PARTS * is_cut)
-        held = 1.0 * sizes.given_bytes + _TRAINED * sum(p.nbytes for p in weights)
+        held = 1.0 * sizes.given_bytes + _TRAINED * weight
         held += bytes_of([*stage.leaves, *stage.received, *stage.sent])
         held += _OUTPUTS * bytes_of(stages[-1].sent) + of_edge * sizes.num_edges
         cutting = sizes.given_bytes + _CUTTING * sizes.num_edges
@@ -128,7 +139,8 @@ def fit_memory(
     def choose(counts: Sequence[int]) -> tuple[Setting, float]:
         stages = split_layers(layers, counts, repeated)
         settings = settings_of(replace(run, num_stages=len(counts)), stages, costs)
-        predict = lambda setting: predict_peaks(module, stages, costs, setting)  # noqa: E731
+        weights = weight_bytes(module, stages, run.given.weights)
+        predict = partial(predict_peaks, weights, stages, costs)
         setting, num_bytes = choose_setting(settings, predict, gib * GIB)
         return setting, num_bytes / GIB
 
@@ -143,7 +155,7 @@ def fit_memory(
     raise ConfigError(
         f"Training does not fit into memory_gib={gib:g}: it would take {needed:.3g} GiB.\n"
         f"That is the least, with num_chunks={setting[1]}{text}.\n"
-        f"Write memory_gib={1.06 * needed:.2g}, {fitting or 'since more stages do not suffice'}."
+        f"Write memory_gib={1.01 * needed:.3g}, {fitting or 'since more stages do not suffice'}."
     )
 
 

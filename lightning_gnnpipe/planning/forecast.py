@@ -24,6 +24,7 @@ from lightning_gnnpipe.chunks import (
     measure_costs,
     predict_peaks,
     settings_of,
+    weight_bytes,
 )
 from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.errors import ConfigError
@@ -163,7 +164,8 @@ class Forecaster:
             settings = [(one, num_chunks) for one in options.savings()]
         if gib is None:
             return settings[0]
-        predict = partial(predict_peaks, self._module, stages, self._costs)
+        weights = weight_bytes(self._module, stages, options.weights)
+        predict = partial(predict_peaks, weights, stages, self._costs)
         return choose_setting(settings, predict, gib * GIB)[0]
 
     def _count_chunks(self, num_stages: int, num_shards: int) -> int:
@@ -281,7 +283,8 @@ class Forecaster:
         node_frac = float(sizes.nodes.sum(0).max()) / num_nodes
         rows = (sizes.nodes.sum(0) + sizes.received.sum(0)).max()
         fracs = node_frac, float(rows) / num_nodes
-        peaks = predict_peaks(self._module, split.stages, measured, setting, *fracs)
+        weights = weight_bytes(self._module, split.stages, setting[0].weights)
+        peaks = predict_peaks(weights, split.stages, measured, setting, *fracs)
         for stage, peak in zip(split.stages, peaks, strict=True):
             yield StageForecast(
                 first_layer=stage.segments[0].index,

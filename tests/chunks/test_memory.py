@@ -93,9 +93,9 @@ def plan(**options: Any) -> Any:
     return GNNPipeStrategy(**options).plan(*make_inputs(), num_stages=1).layout
 
 
-def fit(**options: Any) -> L.Trainer:
+def fit(*callbacks: L.Callback, **options: Any) -> L.Trainer:
     free = {"num_chunks": "auto", "balance": "measured", **options}
-    trainer = make_trainer(1, 4, strategy=free, max_epochs=2, enable_model_summary=True)
+    trainer = make_trainer(1, 4, *callbacks, strategy=free, max_epochs=2, enable_model_summary=True)
     trainer.fit(*make_inputs())
     return trainer
 
@@ -116,6 +116,36 @@ def test_a_run_takes_what_fits_and_says_so(capfd: pytest.CaptureFixture[str]) ->
     )
     fit(memory_gib=1.0)
     assert re.search(r" 1 chunk\..* Memory: \S+ of 1 GiB\.", capfd.readouterr().out)
+
+
+def test_exact_steps_that_are_chosen_keep_no_histories() -> None:
+    least = plan(num_chunks=4, **ALL).memory_bytes
+    found = []
+
+    class Look(L.Callback):
+        def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            engine = trainer.strategy.engine  # type: ignore[attr-defined]
+            found.append((engine.options.given.exact_in_chunks, engine.graphs.num_bytes))
+
+    fit(Look(), num_chunks=4, memory_gib=1.01 * least / 2**30)
+    [(is_exact, num_bytes)] = found
+    assert is_exact and num_bytes < least / 2
+
+
+def test_a_refusal_counts_weights_once_for_each_number_of_stages() -> None:
+    class Counted(GNN):
+        num_counts = 0
+
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+            self.num_counts += 1
+            return super().named_parameters(*args, **kwargs)
+
+    _, data = make_inputs()
+    net = Counted(8, WIDTH, 3, NUM_LAYERS, 0.0)
+    trainer = make_trainer(1, 4, strategy={"num_chunks": "auto", "memory_gib": 1e-6})
+    with pytest.raises(ConfigError, match="more stages do not suffice"):
+        trainer.fit(NodeClassifier(net, 3), data)
+    assert net.num_counts < 100
 
 
 def test_what_cannot_fit_is_refused_with_what_would() -> None:
