@@ -272,6 +272,30 @@ def test_planning_leaves_the_batch_and_the_layers_caches_alone() -> None:
     assert all(conv._cached_edge_index is None for conv in net.convs)
 
 
+def test_planning_times_with_the_threads_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convs = nn.ModuleList([gnn.GCNConv(4, 4), gnn.GCNConv(4, 4)])
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            for conv in self.convs:
+                x = conv(x, edge_index)
+            return x
+
+    net, seen = Watched(), set[int]()
+    net.convs[1].register_forward_hook(lambda *_: seen.add(torch.get_num_threads()))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        GNNPipeStrategy(num_chunks=2).plan(Module(net), [graph()], num_stages=2)
+        assert seen == {2}
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_planning_checks_what_training_would() -> None:
     class Mixes(gnn.GCN):
         def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:

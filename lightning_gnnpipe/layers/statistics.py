@@ -228,8 +228,9 @@ class _Estimated(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, part: _Part) -> tuple[Tensor, Tensor, Tensor]:
         moments, chunk = ctx.part = part
         known, ctx.dtype = moments.numbers[chunk], rows.dtype
-        moments.add(chunk, wide := rows.to(moments.center.dtype), 0.0)
-        ctx.save_for_backward(wide)
+        kept = rows.to(moments.center.dtype, copy=True)  # the user may change rows in place
+        moments.add(chunk, kept, 0.0)
+        ctx.save_for_backward(kept)
         return rows.view_as(rows), known[MEAN].clone(), known[VAR].clone()
 
     @staticmethod

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -109,8 +111,20 @@ def plan_pipeline(
         link=link,
         memory_gib=memory_gib,
     )
-    with as_written(module), switched(pipelined, True):
+    with as_written(module), switched(pipelined, True), _threads_of_one(num_devices):
         return Forecaster(target, asked).plan(num_devices)
+
+
+@contextmanager
+def _threads_of_one(num_processes: int) -> Iterator[None]:
+    """Compute with the threads that each of `num_processes` will have; see `divide_threads`."""
+    before = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, before // num_processes))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _first_batch(data: BaseData | pl.LightningDataModule | Iterable[Any]) -> Any:

@@ -22,7 +22,7 @@ from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
 from lightning_gnnpipe.graph import BatchPlan, ChunkPlan, text_fingerprint
 from lightning_gnnpipe.layers import find_layers, tracks_statistics, without_memory
 from lightning_gnnpipe.methods import own_methods, raising_own_errors
-from lightning_gnnpipe.options import RunOptions, StrategyOptions
+from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.passing import Matrices
 from lightning_gnnpipe.report import Split
 from lightning_gnnpipe.stages import (
@@ -395,24 +395,26 @@ class PipelinedModel:
         if counts is not None and not fits:
             return counts
 
-        def by_costs() -> tuple[tuple[int, ...], StrategyOptions, int | None, str]:
+        def by_costs() -> tuple[tuple[int, ...], dict[str, Any], int | None, str]:
             costs = self.costs = self.costs or measure(layers)
             repeated = self._repeated(layers, inputs)
             found = counts or costs.assign_layers(layers, num_stages, repeated)
-            options, chosen, memory = run.given, run.chosen, ""
+            saved, chosen, memory = {}, run.chosen, ""
             if fits:
                 (options, number), memory = fit_memory(
                     self.module, layers, found, repeated, costs, run
                 )
+                saved = options.saved_beside(run.given)
                 chosen = number if run.cut.has_free_chunks else chosen
             elif inputs.graphs is None and run.measures_chunks(num_layers):
                 stages = split_layers(layers, found, repeated)
                 chosen = costs.choose_num_chunks(stages, inputs.num_nodes)
-            return found, options, chosen, memory
+            return found, saved, chosen, memory
 
         # Equal in all replicas.
         settled = self._transport.everyone.run_on_first(by_costs)
-        found, run.given, run.chosen, run.memory = settled
+        found, saved, run.chosen, run.memory = settled
+        run.given = replace(run.given, **saved)
         run.open(run.stored)
         return found
 

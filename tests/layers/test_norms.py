@@ -387,6 +387,19 @@ def test_norms_take_their_arguments_by_name() -> None:
         assert_same(steps.run(number), steps.expected())
 
 
+def test_rows_may_change_in_place_once_their_mean_is_subtracted() -> None:
+    class InPlace(Stack):
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            rows = self.conv(self.lin(x), edge_index)
+            normed = self.first(rows)
+            rows.mul_(0.5)
+            return self.second(normed + rows)
+
+    steps = Steps(InPlace(MAKE["mean subtraction"]).double())
+    for number in range(2):
+        assert_same(steps.run(number), steps.expected())
+
+
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", [n for n in MAKE if n != "pair individual"])
 def test_half_precision_by_autocast(name: str) -> None:
