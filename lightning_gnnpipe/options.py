@@ -347,6 +347,7 @@ class RunOptions:
         stored: The present graph, if it is from a folder.
         memory: What is said of the memory of a process.
         cut: The strategy's options, with the chunks of that folder where they are taken.
+        trains_exactly: All training steps on a graph are exact: `exact_in_chunks` on one stage.
     """
 
     given: StrategyOptions
@@ -357,18 +358,15 @@ class RunOptions:
     stored: StoredGraph | None = None
     memory: str = ""
     cut: StrategyOptions = field(init=False)
+    trains_exactly: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.cut = self.given
-
-    @property
-    def trains_exactly(self) -> bool:
-        """Whether all training steps on a graph are exact: `exact_in_chunks` on one stage."""
-        return self.given.exact_in_chunks and self.num_stages == 1
+        self.open(self.stored)
 
     def open(self, stored: StoredGraph | None) -> None:
         """Begin a step on a graph from a folder, or on another one."""
         self.stored, self.cut = stored, self.given
+        self.trains_exactly = self.given.exact_in_chunks and self.num_stages == 1
         if stored is not None and self.graph_chunks > 1:
             self.cut = self.given.with_chunks_of(stored)
             if self.given.has_free_chunks and self.chosen is None:
