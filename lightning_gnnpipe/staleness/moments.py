@@ -137,8 +137,8 @@ class RowMoments:
         self.numbers = [one.numbers for one in self._views]
         self._own_grad, self._grads = center.new_zeros(2, width), center.new_zeros(2, width)
         self._own_grads = self._own_grad.unbind()
-        self._shares: Tensor | None = None  # see `_share_of_rows`; None: counts may be new
-        self._split: tuple[Tensor | None, list[tuple[Tensor, ...]]] = None, []  # `_shares`, unbound
+        # By chunk, see `_share_of_rows`; None: counts may be new.
+        self._shares: list[tuple[Tensor, ...]] | None = None
         # What norms compute once for all chunks' backward, `[num_factors, num_chunks, channels]`.
         self.prepare: Callable[[RowMoments], Sequence[Tensor]] | None = None
         self._factors = center.new_empty(0)
@@ -175,9 +175,8 @@ class RowMoments:
         self._keep_step()
         self._shares, counts = None, (*self._counts,)
         if self._is_known and counts == self._last_counts:  # assume the same counts again
-            self._shares = order.kept(counts, self.center, lambda _: _shares(counts, order.chunks))
-            if self._shares is not self._split[0]:
-                self._split = self._shares, [one.unbind() for one in self._shares]
+            shares = order.kept(counts, self.center, lambda _: _shares(counts, order.chunks))
+            self._shares = [one.unbind() for one in shares]
         self._last_counts = counts
 
     def _keep_step(self) -> None:
@@ -219,7 +218,7 @@ class RowMoments:
         if self._shares is None:
             shares = rows.new_tensor(_share_of_rows(count, num_run, self.num_rows)).unbind()
         else:
-            shares = self._split[1][chunk]
+            shares = self._shares[chunk]
         share, floor, self._runs[chunk] = shares
         pool = self._pool.lerp_(own, share)
         if not self._is_known and self.is_complete:
@@ -236,8 +235,8 @@ class RowMoments:
 
     @property
     def shares(self) -> Tensor | None:
-        """Factors by chunk, see `_share_of_rows`; None if a chunk's number of rows may change."""
-        return self._shares
+        """The first of all factors of `_share_of_rows`; None if numbers of rows may change."""
+        return None if self._shares is None else self._shares[0][0]
 
     def has_run(self, chunk: int) -> bool:
         return chunk in self._runs
@@ -246,7 +245,7 @@ class RowMoments:
         """Note that a CUDA graph has done what `add` does."""
         assert self._shares is not None
         self._num_run += self._counts[chunk]
-        self._runs[chunk] = self._shares[chunk, 2]
+        self._runs[chunk] = self._shares[chunk][2]
 
     def forget(self, chunk: int) -> None:
         """Undo `add`, before the chunk runs again."""
