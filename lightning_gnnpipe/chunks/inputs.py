@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -162,10 +162,9 @@ class PlannedInputs(PassInputs):
         if edge_set is None or self._sets[slot] != edge_set:
             return None
         globe = self._plan.globe
-        edges = globe.edge_set(edge_set)
         if globe is not self._plan:
             name += " of all shards"
-        return self._permuted(name, slot, edges.edge_perm)
+        return self._permuted(name, slot, lambda: globe.edge_set(edge_set).edge_perm)
 
     def span(self, chunk: Chunk, kind: Kind, number: int) -> tuple[int, int]:
         if kind is not Kind.EDGE:
@@ -179,7 +178,7 @@ class PlannedInputs(PassInputs):
     def num_places(self, value: Value) -> int:
         """Return the nodes, or the edges of a set, of all shards."""
         globe, is_edge = self._plan.globe, value.kind is Kind.EDGE
-        return globe.edge_set(value.edge_set).edge_perm.numel() if is_edge else globe.num_nodes
+        return globe.edge_set(value.edge_set).num_edges if is_edge else globe.num_nodes
 
     def places_of_shard(self, index: int, value: Value) -> Tensor:
         """Return the nodes of a shard, or its edges of a set, in the order of its rows."""
@@ -208,7 +207,7 @@ class PlannedInputs(PassInputs):
             part = leaf.detach()[self._places(chunk, kind, number)]
         else:
             first, end = self.span(chunk, kind, number)
-            part = self._permuted(name, slot, self._origins(kind, number))[first:end]
+            part = self._permuted(name, slot, lambda: self._origins(kind, number))[first:end]
         return part.detach().requires_grad_() if leaf.requires_grad else part
 
     def _with_edges(self, chunk: Chunk, edge_set: int) -> Chunk:
@@ -218,14 +217,14 @@ class PlannedInputs(PassInputs):
             return chunk
         return edges.whole.chunks[0] if chunk.is_whole else edges.chunks[chunk.index]
 
-    def _permuted(self, name: str, slot: int, order: Tensor) -> Tensor:
+    def _permuted(self, name: str, slot: int, order: Callable[[], Tensor]) -> Tensor:
         number, leaf = self._numbers[slot], self._leaf(slot)
         if self._plan.is_in_order:
             return leaf
         cached = self._copies.get(name)
         if cached is None or cached[0] != number:
             with torch.inference_mode(False), torch.no_grad():
-                cached = self._copies[name] = number, leaf.detach()[order]
+                cached = self._copies[name] = number, leaf.detach()[order()]
         return cached[1]
 
 

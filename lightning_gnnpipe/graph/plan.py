@@ -23,21 +23,32 @@ class ChunkPlan:
     Attributes:
         num_edges: Edges, E, without dropped ones.
         perm: `[num_nodes]` the node at each position.
-        edge_perm: `[num_edges]` the user's edge in each slot, sorted by the position of its target.
+        slots: See `edge_perm`; None if the user's edges have the plan's order.
         edge_sizes: Edges in each of several consecutive edge sets; empty for one set.
         shard: The part of a larger graph that this plan covers; None for the whole graph.
-        is_in_order: Whether the user's nodes and edges have the plan's order.
     """
 
     num_nodes: int
     num_edges: int
     perm: Tensor
-    edge_perm: Tensor
+    slots: Tensor | None
     chunks: tuple[Chunk, ...]
     _whole: Chunk = field(repr=False)
     edge_sizes: tuple[int, ...] = ()
     shard: Shard | None = None
-    is_in_order: bool = False
+
+    @cached_property
+    def edge_perm(self) -> Tensor:
+        """`[num_edges]` the user's edge in each slot, sorted by the position of its target."""
+        if self.slots is not None:
+            return self.slots
+        with torch.inference_mode(False):
+            return torch.arange(self.num_edges, device=self.perm.device)
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the user's nodes and edges have the plan's order."""
+        return self.slots is None
 
     @property
     def num_chunks(self) -> int:
@@ -112,7 +123,7 @@ class ChunkPlan:
             self,
             num_edges=int(keep.sum()),
             shard=shard,
-            edge_perm=edge[keep],
+            slots=edge[keep],
             chunks=tuple(chunk.with_edges(keep) for chunk in self.chunks),
             _whole=self._whole.with_edges(keep),
             edge_sizes=(),
@@ -202,13 +213,12 @@ def _assemble(
     """Return the plan of edges between positions; `ends` holds the end position of each chunk."""
     target, order = target.sort(stable=True)
     edges = torch.stack([source[order], target])
-    edge_ends = torch.searchsorted(target, ends)
-    chunks = tuple(cut_edges(edges, ends, edge_ends))
-    if len(chunks) == 1:
-        chunks = (replace(chunks[0], is_whole=True),)
     num_nodes, num_edges = perm.numel(), edges.size(1)
     none = perm.new_empty(0)
     whole = Chunk(0, 0, num_nodes, none, (), (), 0, num_edges, edges, is_whole=True)
+    chunks: tuple[Chunk, ...] = (whole,)
+    if ends.numel() != 1:
+        chunks = tuple(cut_edges(edges, ends, torch.searchsorted(target, ends)))
     return ChunkPlan(num_nodes, num_edges, perm, edge_of_slot[order], chunks, whole)
 
 

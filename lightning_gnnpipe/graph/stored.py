@@ -135,8 +135,7 @@ def _read_plan(bounds: Any, edge_index: Tensor, edges: Tensor, halos: Tensor) ->
         chunks.append(Chunk(**own))
     num_nodes, num_edges = chunks[-1].end, edge_index.size(1)
     whole = Chunk(0, 0, num_nodes, halos[:0], (), (), 0, num_edges, edge_index, is_whole=True)
-    orders = torch.arange(num_nodes), torch.arange(num_edges)
-    return ChunkPlan(num_nodes, num_edges, *orders, tuple(chunks), whole, is_in_order=True)
+    return ChunkPlan(num_nodes, num_edges, torch.arange(num_nodes), None, tuple(chunks), whole)
 
 
 def _refuse(folder: Path, found: str) -> NoReturn:

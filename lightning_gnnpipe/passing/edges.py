@@ -26,9 +26,8 @@ class WholeEdges:
     """Edges of the graph, sorted by target, with values (None for ones) computed from `source`."""
 
     source: Tensor | None
-    edges: Tensor
+    pattern: Pattern
     values: Tensor | None
-    pattern: Pattern | None
     adjacencies: dict[bool, Adjacency] = field(default_factory=dict)  # by `is_mean`
 
 
@@ -132,12 +131,8 @@ class GraphEdges:
         values for the whole graph. It runs again if `source`, its edge weights, is a new tensor.
         """
         known = self.whole((key, at.edge_set, at.is_reverse), source, compute, is_sorted=False)
-        assert known.values is not None
-        cut, is_all = (known.edges, known.values), self._plan.num_rows == self._plan.num_nodes
-        if not (at.place == WHOLE and is_all):
-            with torch.inference_mode(False), torch.no_grad():
-                cut = _cut(*cut, at.chunk)
-        return Part(weight, *cut, known)
+        with torch.inference_mode(False), torch.no_grad():
+            return Part(weight, *_cut(known, at.chunk), known)
 
     def whole(
         self, key: Hashable, source: Tensor | None, compute: Compute, *, is_sorted: bool
@@ -146,32 +141,33 @@ class GraphEdges:
         known = self._known.get(key)
         if known is not None and known.source is source:
             return known
-        pattern = known.pattern if known is not None and is_sorted else None
         with torch.inference_mode(False), torch.no_grad():
             edges, values = compute()
             if not is_sorted:
-                target, order = edges[1].sort(stable=True)
-                edges = torch.stack([edges[0][order], target])
-                values = None if values is None else values[order]
+                order = edges[1].argsort(stable=True)
+                edges, values = edges[:, order], None if values is None else values[order]
             edges, values = self._plan.localize(edges, values)
-        made = self._known[key] = WholeEdges(source, edges, values, pattern)
+            if known is not None and is_sorted:
+                pattern = known.pattern
+            else:
+                pattern = Pattern(edges, self._plan.num_rows, self._plan.chunk_of_row())
+        made = self._known[key] = WholeEdges(source, pattern, values)
         return made
 
     def adjacency(self, known: WholeEdges, *, is_mean: bool) -> Adjacency:
         """Return the edges as a matrix; `is_mean` divides by the degrees of targets."""
         if is_mean not in known.adjacencies:
-            if known.pattern is None:
-                owner = self._plan.chunk_of_row()
-                known.pattern = Pattern(known.edges, self._plan.num_rows, owner)
             known.adjacencies[is_mean] = Adjacency(known.pattern, known.values, is_mean=is_mean)
         return known.adjacencies[is_mean]
 
 
-def _cut(edges: Tensor, values: Tensor, chunk: Chunk) -> tuple[Tensor, Tensor]:
-    bounds = torch.tensor([chunk.start, chunk.end], device=edges.device)
-    first, last = torch.searchsorted(edges[1].contiguous(), bounds).tolist()
-    source, target = edges[:, first:last]
+def _cut(known: WholeEdges, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    assert known.values is not None
+    starts = known.pattern.starts[chunk.start : chunk.end + 1]
+    first, last = int(starts[0]), int(starts[-1])
+    source = known.pattern.sources[first:last].long()
+    target = torch.arange(chunk.num_nodes, device=source.device).repeat_interleave(starts.diff())
     is_own = (source >= chunk.start) & (source < chunk.end)
     in_halo = torch.searchsorted(chunk.halo, source) + chunk.num_nodes
     local = torch.where(is_own, source - chunk.start, in_halo)
-    return torch.stack([local, target - chunk.start]), values[first:last]
+    return torch.stack([local, target]), known.values[first:last]

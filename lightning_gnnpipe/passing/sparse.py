@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,47 +34,58 @@ class SparseRows:
     offsets: Tensor  # `[num_rows + 1]` start of each row in `indices`
     indices: Tensor  # `[num_entries]` columns
     values: Tensor | None  # `[num_entries]`; None for ones
-    owners: Tensor | None = None  # `[num_entries]` chunks of the columns, of `Adjacency.columns`
     cuts: dict[int, Any] = field(default_factory=dict)  # of `offsets`, which `replace` must keep
 
 
 class Pattern:
-    """The edges of a graph, sorted by target and by source.
+    """The edges of a graph, sorted by target and, once asked for, by source.
 
-    `edges`: positions, sorted by target. `num_nodes`: with the ghosts of a shard. `owner`:
-    `[num_nodes]` the chunk of each row.
+    `edges`: positions, sorted by target. `num_nodes`: with the ghosts of a shard. `chunk_of_row`:
+    `[num_nodes]`.
     """
 
-    def __init__(self, edges: Tensor, num_nodes: int, owner: Tensor) -> None:
+    def __init__(self, edges: Tensor, num_nodes: int, chunk_of_row: Tensor) -> None:
         small = max(num_nodes, edges.size(1)) < 2**31 - 64  # kernels count a little beyond
         dtype = torch.int32 if small else torch.int64
-        source, self.target = edges
-        by_source, order = source.sort(stable=True)
-        self.order = order.to(dtype)
-        self.sources = source.to(dtype)
-        self.targets_by_source = self.target[order].to(dtype)
-        self.starts = starts_of(self.target, num_nodes).to(dtype)
-        self.starts_by_source = starts_of(by_source, num_nodes).to(dtype)
-        self.owner = owner.to(dtype)[self.targets_by_source]
-        self.chunk_of_row = owner
-        self.is_cross = owner[by_source] != self.owner
+        source, target = edges
+        self.sources, self.starts = source.to(dtype), starts_of(target, num_nodes).to(dtype)
+        self.chunk_of_row = chunk_of_row
+
+    @cached_property
+    def order(self) -> Tensor:
+        return self.sources.argsort(stable=True).to(self.sources.dtype)
+
+    @cached_property
+    def targets_by_source(self) -> Tensor:
+        rows = torch.arange(self.starts.numel() - 1, device=self.starts.device)
+        return self.by_target(rows.to(self.starts.dtype)).index_select(0, self.order)
+
+    @cached_property
+    def starts_by_source(self) -> Tensor:
+        return starts_of(self.sources, self.starts.numel() - 1).to(self.starts.dtype)
+
+    def by_target(self, rows: Tensor) -> Tensor:
+        """Return for each edge the row of its target, of `[num_nodes]`."""
+        return rows.repeat_interleave(self.starts.diff(), output_size=self.sources.numel())
+
+    def find_cross(self) -> Tensor:
+        """Return for each edge by source whether it joins two chunks."""
+        own = self.chunk_of_row.to(self.starts.dtype)
+        counts = self.starts_by_source.diff()
+        of_source = own.repeat_interleave(counts, output_size=self.sources.numel())
+        return of_source != own.index_select(0, self.targets_by_source)
 
 
-def starts_of(ascending: Tensor, count: int) -> Tensor:
-    """Return where each of `count` numbers starts in a sorted tensor, and the end."""
-    return F.pad(torch.bincount(ascending, minlength=count).cumsum(0), (1, 0))
+def starts_of(numbers: Tensor, count: int) -> Tensor:
+    """Return where each of `count` numbers starts when they are sorted, and the end."""
+    return F.pad(torch.bincount(numbers, minlength=count).cumsum(0), (1, 0))
 
 
 class Adjacency:
     """A pattern with values, `[num_edges]` by target; `is_mean` divides by the target's degree."""
 
     def __init__(self, pattern: Pattern, values: Tensor | None, *, is_mean: bool) -> None:
-        self._pattern = pattern
-        if is_mean:
-            degrees = pattern.starts.diff()
-            share = degrees.clamp(min=1).to(torch.float64).reciprocal()[pattern.target]
-            values = share if values is None else share * values
-        self._values = values
+        self._pattern, self._values, self._is_mean = pattern, values, is_mean
         self._typed: dict[_Key, Tensor | None] = {}
         self._parts: dict[_Key, SparseRows] = {}
         self._sums: dict[_Key, tuple[int, Tensor | None, Chunk]] = {}  # see `drift_sums`
@@ -130,12 +142,12 @@ class Adjacency:
         if key not in self._parts:
             pattern, values = self._pattern, self._in_order(dtype, by_source=True, scale=scale)
             starts, columns = pattern.starts_by_source, pattern.targets_by_source
-            self._parts[key] = _cut(chunk, starts, columns, values, pattern.owner)
+            self._parts[key] = _cut(chunk, starts, columns, values)
         if done is None:
             return self._parts[key]
         made = key, done.number
         if self._masked is None or self._masked[0] != made:
-            self._masked = made, _mask(self._parts[key], done, chunk, dtype)
+            self._masked = made, self._mask(self._parts[key], done, chunk, dtype)
         return self._masked[1]
 
     def ghost_columns(
@@ -156,46 +168,44 @@ class Adjacency:
             entry = first + torch.arange(int(offsets[-1]), device=starts.device)
             values = self._in_order(dtype, by_source=True, scale=scale)
             values = None if values is None else values[entry]
-            columns, owners = pattern.targets_by_source[entry], pattern.owner[entry]
-            self._parts[key] = SparseRows(offsets, columns, values, owners)
+            self._parts[key] = SparseRows(offsets, pattern.targets_by_source[entry], values)
         part = self._parts[key]
-        return part if done is None else _mask(part, done, chunk, dtype)
+        return part if done is None else self._mask(part, done, chunk, dtype)
 
     def _in_order(self, dtype: torch.dtype, *, by_source: bool, scale: float) -> Tensor | None:
         key = (dtype, by_source, scale)
         if key not in self._typed:
-            values = self._values
+            pattern, values = self._pattern, self._values
+            if self._is_mean:
+                degrees = pattern.starts.diff().clamp(min=1)
+                share = pattern.by_target(degrees.to(torch.float64).reciprocal())
+                values = share if values is None else share.mul_(values)
             if values is not None:
-                values = values[self._pattern.order] if by_source else values
+                values = values.index_select(0, pattern.order) if by_source else values
                 values = values.to(dtype).contiguous()
             if scale != 1.0:
-                is_cross = self._pattern.is_cross
+                is_cross = pattern.find_cross()
                 factor = torch.ones(is_cross.numel(), dtype=dtype, device=is_cross.device)
                 factor.masked_fill_(is_cross, scale)
                 values = factor if values is None else factor.mul_(values)
             self._typed[key] = values
         return self._typed[key]
 
+    def _mask(
+        self, rows: SparseRows, done: StepOrder, chunk: Chunk, dtype: torch.dtype
+    ) -> SparseRows:
+        """Return columns of `chunk` with zeros for targets in chunks that await backward."""
+        owner = self._pattern.chunk_of_row
+        mask = done.has_run(chunk.index, torch.empty(0, dtype=dtype, device=owner.device))
+        mask = mask[owner].index_select(0, rows.indices)
+        return replace(rows, values=mask if rows.values is None else mask.mul_(rows.values))
 
-def _mask(rows: SparseRows, done: StepOrder, chunk: Chunk, dtype: torch.dtype) -> SparseRows:
-    """Return columns of `chunk` with zeros for targets in chunks that await backward."""
-    assert rows.owners is not None
-    mask = done.has_run(chunk.index, torch.empty(0, dtype=dtype, device=rows.owners.device))
-    mask = mask[rows.owners]
-    return replace(rows, values=mask if rows.values is None else mask * rows.values)
 
-
-def _cut(
-    chunk: Chunk,
-    starts: Tensor,
-    indices: Tensor,
-    values: Tensor | None,
-    owner: Tensor | None = None,
-) -> SparseRows:
+def _cut(chunk: Chunk, starts: Tensor, indices: Tensor, values: Tensor | None) -> SparseRows:
     offsets = starts[chunk.start : chunk.end + 1]
     first, last = int(offsets[0]), int(offsets[-1])
-    values, owner = (None if one is None else one[first:last] for one in (values, owner))
-    return SparseRows(offsets - offsets[0], indices[first:last], values, owner)
+    values = None if values is None else values[first:last]
+    return SparseRows(offsets - offsets[0], indices[first:last], values)
 
 
 def multiply(rows: SparseRows, table: Tensor) -> Tensor:
