@@ -28,8 +28,8 @@ GIB = 2**30
 _TRAINED = 4  # a weight, its gradient, two optimizer states
 _OUTPUTS = 4  # the outputs, their gradient, and as much again in the loss
 _RUNNING, _FORWARD = 3, 2  # times what a layer saves: lives while it runs, and in forward alone
-_PLAN, _MATRIX, _PARTS = 40, 50, 16  # bytes of an edge; parts are of chunks
-_CUTTING = 120  # bytes of an edge while the graph is cut
+_PLAN, _CHUNKS, _MATRIX = 24, 16, 42  # bytes of an edge
+_CUTTING = 100  # bytes of an edge while the graph is cut, or its matrices are made
 _SPARE = 1.05  # what the allocator loses, and the user's step keeps
 
 Setting = tuple[StrategyOptions, int]  # and the number of chunks
@@ -81,7 +81,7 @@ def predict_peaks(
             exact, evaluated = rows + bytes_of(read) + ends + of_chunk, tables + 2 * ends + of_chunk
         kept = sum(saved) / (num_chunks if options.recompute else 1)
         pipelined = (tables + kept + of_chunk) * is_piped
-        of_edge = _PLAN + node_frac * (_MATRIX + _PARTS * is_cut)
+        of_edge = _PLAN + _CHUNKS * is_cut + node_frac * _MATRIX
         held = 1.0 * sizes.given_bytes + _TRAINED * weight
         held += bytes_of([*stage.leaves, *stage.received, *stage.sent])
         held += _OUTPUTS * bytes_of(stages[-1].sent) + of_edge * sizes.num_edges

@@ -114,50 +114,27 @@ def moved(value: Any, device: torch.device | str) -> Any:
 
 def cut_edges(edges: Tensor, ends: Tensor, edge_ends: Tensor) -> Iterator[Chunk]:
     """Yield the chunks of `edges`, `[2, num_edges]` positions sorted by target."""
-    local, halos, halo_ends, rows = _number(edges, ends)
-    start, halo_start, edge_start = 0, 0, 0
-    bounds = zip(ends.tolist(), halo_ends.tolist(), edge_ends.tolist(), strict=True)
-    for index, (end, halo_end, edge_end) in enumerate(bounds):
+    start, edge_start = 0, 0
+    for index, (end, edge_end) in enumerate(zip(ends.tolist(), edge_ends.tolist(), strict=True)):
+        source, target = edges[:, edge_start:edge_end]
+        is_outside = (source < start) | (source >= end)
+        halo, place = torch.unique(source[is_outside], return_inverse=True)
+        local = torch.stack([source, target]).sub_(start)
+        local[0, is_outside] = place + (end - start)
+        owners = torch.searchsorted(ends, halo, right=True)
+        chunks, counts = torch.unique_consecutive(owners, return_counts=True)
         yield Chunk(
             index=index,
             start=start,
             end=end,
-            halo=halos[halo_start:halo_end].clone(),
-            halo_chunks=tuple(rows[index]),
-            halo_counts=tuple(rows[index].values()),
+            halo=halo,
+            halo_chunks=tuple(chunks.tolist()),
+            halo_counts=tuple(counts.tolist()),
             edge_start=edge_start,
             edge_end=edge_end,
-            edge_index=torch.stack([row[edge_start:edge_end] for row in local]),
+            edge_index=local,
         )
-        start, halo_start, edge_start = end, halo_end, edge_end
-
-
-def _number(edges: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor, list[dict[int, int]]]:
-    """Number the nodes of each chunk: its own first, then its halo.
-
-    Returns the edges in local numbers; the halos of all chunks, and the end of each; for each chunk
-    its halo rows by source chunk, ascending.
-    """
-    num_chunks, num_nodes = ends.numel(), int(ends[-1])
-    sizes = ends.diff(prepend=ends.new_zeros(1))
-    owner = torch.repeat_interleave(torch.arange(num_chunks, device=ends.device), sizes)
-    source, target = edges
-    chunk_of_edge = owner[target]
-    start_of_edge = (ends - sizes)[chunk_of_edge]
-    local = source - start_of_edge
-    outside = (owner[source] != chunk_of_edge).nonzero().flatten()
-    # One sort for all chunks takes the same time for any number of chunks.
-    reader = chunk_of_edge[outside]
-    pairs, place = torch.unique(reader * num_nodes + source[outside], return_inverse=True)
-    halos, readers = pairs % num_nodes, pairs // num_nodes
-    num_halo = torch.bincount(readers, minlength=num_chunks)
-    halo_ends = num_halo.cumsum(0)
-    local[outside] = place + (sizes - halo_ends + num_halo)[reader]
-    pairs, counts = torch.unique(readers * num_chunks + owner[halos], return_counts=True)
-    rows: list[dict[int, int]] = [{} for _ in range(num_chunks)]
-    for pair, count in zip(pairs.tolist(), counts.tolist(), strict=True):
-        rows[pair // num_chunks][pair % num_chunks] = count
-    return torch.stack([local, target - start_of_edge]), halos, halo_ends, rows
+        start, edge_start = end, edge_end
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -86,6 +86,7 @@ class Adjacency:
 
     def __init__(self, pattern: Pattern, values: Tensor | None, *, is_mean: bool) -> None:
         self._pattern, self._values, self._is_mean = pattern, values, is_mean
+        _ = pattern.targets_by_source  # sorted now, while few activations take memory
         self._typed: dict[_Key, Tensor | None] = {}
         self._parts: dict[_Key, SparseRows] = {}
         self._sums: dict[_Key, tuple[int, Tensor | None, Chunk]] = {}  # see `drift_sums`
@@ -116,6 +117,11 @@ class Adjacency:
         for _, sums, chunk in list(self._sums.values()):
             assert sums is not None
             self.drift_sums(chunk, order, sums)
+
+    def forget_columns(self) -> None:
+        """Free the entries by source, which `columns` makes again in the dtype it is asked for."""
+        self._typed = {key: one for key, one in self._typed.items() if not key[1]}
+        self._parts = {key: one for key, one in self._parts.items() if key[0] == "rows"}
 
     def block(self, chunk: Chunk, dtype: torch.dtype, *, by_source: bool) -> SparseRows:
         """Return rows or columns of a chunk without cross-chunk edges, in local indices."""
@@ -181,8 +187,8 @@ class Adjacency:
                 share = pattern.by_target(degrees.to(torch.float64).reciprocal())
                 values = share if values is None else share.mul_(values)
             if values is not None:
-                values = values.index_select(0, pattern.order) if by_source else values
                 values = values.to(dtype).contiguous()
+                values = values.index_select(0, pattern.order) if by_source else values
             if scale != 1.0:
                 is_cross = pattern.find_cross()
                 factor = torch.ones(is_cross.numel(), dtype=dtype, device=is_cross.device)
