@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from importlib import import_module
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch_geometric.nn as gnn
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.chunks import LayerCost, StepCosts, choose_setting, settings_of
+from lightning_gnnpipe.chunks.memory import edge_bytes
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.models import GNN, NodeClassifier
 from lightning_gnnpipe.options import RunOptions, StrategyOptions
+from tests.helpers.engines import one_process_engine
 from tests.helpers.observed import make_trainer
 
 NUM_NODES, WIDTH, NUM_LAYERS = 2000, 32, 12
@@ -130,6 +134,35 @@ def test_exact_steps_that_are_chosen_keep_no_histories() -> None:
     fit(Look(), num_chunks=4, memory_gib=1.01 * least / 2**30)
     [(is_exact, num_bytes)] = found
     assert is_exact and num_bytes < least / 2
+
+
+@pytest.mark.parametrize("conv", [gnn.GCNConv, gnn.SAGEConv])
+@pytest.mark.parametrize(("num_chunks", "in_chunks"), [(1, False), (4, False), (4, True)])
+def test_an_edge_takes_no_more_bytes_than_predicted(
+    conv: Any, num_chunks: int, in_chunks: bool
+) -> None:
+    num_nodes, num_edges = 40, 40_000
+    edges, x = torch.randint(num_nodes, (2, num_edges)), torch.randn(num_nodes, 4)
+    layers = [(conv(4, 4), "x, edge_index -> x") for _ in range(2)]
+    net, parts = gnn.Sequential("x, edge_index", layers), torch.arange(num_nodes) % num_chunks
+    options: dict[str, Any] = {"exact_in_chunks": in_chunks, "history_dtype": torch.bfloat16}
+    before = storages()
+    engine = one_process_engine(net, partition=parts, num_stages=2, self_check=False, **options)
+    for number in range(3):
+        engine.set_step(step_index=number)
+        engine.forward((), {"x": x, "edge_index": edges}).sum().backward()
+    found = sum(size for place, size in storages().items() if place not in before) / num_edges
+    expected = edge_bytes(StrategyOptions(**options), num_chunks > 1)
+    assert found <= expected
+    assert found >= 0.9 * expected or num_chunks == 1 or conv is gnn.SAGEConv
+
+
+def storages() -> dict[int, int]:
+    """Return the bytes of all tensors in memory, by place."""
+    gc.collect()
+    found = (one for one in gc.get_objects() if isinstance(one, torch.Tensor))
+    places = (one.untyped_storage() for one in found if one.layout is torch.strided)
+    return {one.data_ptr(): one.nbytes() for one in places}
 
 
 def test_a_refusal_counts_weights_once_for_each_number_of_stages() -> None:
