@@ -42,7 +42,7 @@ class ExactStep(Step):
         super().__init__(spec)
         assert isinstance(spec.context, MessageContext) and isinstance(spec.plan, ChunkPlan)
         assert isinstance(spec.context.store, ExactStore)
-        self._store, self._edges = spec.context.store, spec.context.edges
+        self._store = spec.context.store
         self._leaves: dict[int, dict[str, Any]] = {}  # by chunk
         self._received: dict[int, list[Tensor]] = {}
         self._inputs: list[dict[int, dict[str, Any]]] = []  # of each layer, by chunk
@@ -104,8 +104,6 @@ class ExactStep(Step):
             inputs = self._inputs.pop()
             self._run_all("backward", partial(self._differentiate_layer, segment, inputs))
             self._store.end_layer(keeps_rows=False)
-        if self._store.histories is not None:
-            self._edges.forget_columns()
         for chunk in self._chunks(order):
             spec.inputs.add_grads(chunk, self._leaves.pop(chunk.index))
             grads, received = self._grads.pop(chunk.index), self._received.pop(chunk.index)

@@ -160,12 +160,6 @@ class GraphEdges:
             known.adjacencies[is_mean] = Adjacency(known.pattern, known.values, is_mean=is_mean)
         return known.adjacencies[is_mean]
 
-    def forget_columns(self) -> None:
-        """Free what only backward reads, before steps that may use another dtype."""
-        for known in self._known.values():
-            for adjacency in known.adjacencies.values():
-                adjacency.forget_columns()
-
 
 def _cut(known: WholeEdges, chunk: Chunk) -> tuple[Tensor, Tensor]:
     assert known.values is not None

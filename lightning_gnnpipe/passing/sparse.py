@@ -118,11 +118,6 @@ class Adjacency:
             assert sums is not None
             self.drift_sums(chunk, order, sums)
 
-    def forget_columns(self) -> None:
-        """Free the entries by source, which `columns` makes again in the dtype it is asked for."""
-        self._typed = {key: one for key, one in self._typed.items() if not key[1]}
-        self._parts = {key: one for key, one in self._parts.items() if key[0] == "rows"}
-
     def block(self, chunk: Chunk, dtype: torch.dtype, *, by_source: bool) -> SparseRows:
         """Return rows or columns of a chunk without cross-chunk edges, in local indices."""
         key = ("block", chunk.start, chunk.end, dtype, by_source)

@@ -28,7 +28,7 @@ class ExactStore(HistoryStore):
 
     def __init__(self, plan: ChunkPlan, histories: HistoryStore | None) -> None:
         super().__init__(plan.num_rows, plan.num_chunks)
-        self.histories, self._all = histories, plan.whole.chunks[0]
+        self._histories, self._all = histories, plan.whole.chunks[0]
         self.linear_scale = self.message_scale = 1.0
         self.num_written = 0
         self._parts: dict[Hashable, dict[int, Tensor]] = {}  # by chunk
@@ -94,7 +94,7 @@ class ExactStore(HistoryStore):
 
     def end_layer(self, *, keeps_rows: bool) -> None:
         """Free all; if it `keeps_rows`, rows and statistics go to the histories before."""
-        histories = self.histories if keeps_rows else None
+        histories = self._histories if keeps_rows else None
         if histories is not None:
             for key, entry in self._entries.items():
                 histories.push(key, self._all, entry.rows)
