@@ -280,7 +280,13 @@ def _count_nodes(graph: Data) -> int:
     x = graph.x
     if x is None and "num_nodes" in graph:
         return int(graph.num_nodes)
-    if not isinstance(x, Tensor) or x.dim() != 2:
+    if isinstance(x, Tensor) and x.dim() != 2:
+        _refuse(
+            "node features 'x' of shape [num_nodes, num_features]",
+            _describe(x),
+            "Write data.x = data.x.view(data.num_nodes, -1).",
+        )
+    if not isinstance(x, Tensor):
         _refuse(
             "node features 'x' of shape [num_nodes, num_features], or 'num_nodes' without features",
             _describe(x),
@@ -302,11 +308,14 @@ def _check_rows(graph: Data, name: str, num_nodes: int) -> None:
     if rows is None:
         return
     if not isinstance(rows, Tensor) or rows.dim() == 0 or rows.size(0) != num_nodes:
-        _refuse(
-            f"'{name}' to have one row for each of the {num_nodes} nodes",
-            _describe(rows),
-            f"Row n of '{name}' belongs to row n of 'x'.",
+        remedy = (
+            f"Write data.{name} = index_to_mask(nodes, size={num_nodes}) with the numbers of its "
+            "nodes, by torch_geometric.utils."
         )
+        if name == "y":
+            remedy = "Give nodes without a label -1, and leave them out of all masks."
+        expected = f"'{name}' to have one row for each of the {num_nodes} nodes"
+        _refuse(expected, _describe(rows), remedy)
 
 
 def _check_finite(name: str, values: object, remedy: str) -> None:
@@ -332,7 +341,8 @@ def _select_split(graph: Data, split: int) -> None:
             _refuse(
                 f"a boolean '{name}' of shape [num_nodes] or [num_nodes, num_splits]",
                 _describe(mask),
-                "Make a mask of node numbers by torch_geometric.utils.index_to_mask.",
+                f"Write data.{name} = data.{name}.bool(). Make a mask of node numbers by "
+                "torch_geometric.utils.index_to_mask.",
             )
     num_splits = max(graph[name].size(1) if graph[name].dim() == 2 else 1 for name in given)
     _check_split(split, num_splits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
@@ -271,9 +271,9 @@ class GNNPipeStrategy(LightningStrategy):
     def make_launcher(self) -> Any:
         return self._processes.make_launcher()
 
-    def check_start(self) -> None:
-        """Refuse, before processes start, what cannot run on so many devices."""
-        self._processes.check_start()
+    def check_start(self, trainer: pl.Trainer, given: Sequence[object]) -> None:
+        """Refuse, before processes start, what cannot run; `given` to the Trainer's method."""
+        self._processes.check_start(trainer, given)
 
     def set_world_ranks(self) -> None:
         self._processes.set_ranks()

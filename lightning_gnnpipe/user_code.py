@@ -30,10 +30,10 @@ _GENERATED = ("<eval_with_key>", "<frozen", "<string>")
 def user_modules() -> list[ModuleType]:
     """Return the imported Python modules that the user wrote."""
     files = [(one, getattr(one, "__file__", None)) for one in list(sys.modules.values())]
-    return [one for one, name in files if isinstance(name, str) and _is_users_file(name)]
+    return [one for one, name in files if isinstance(name, str) and is_users_file(name)]
 
 
-def _is_users_file(name: str) -> bool:
+def is_users_file(name: str) -> bool:
     """Whether a file is the user's: not torch's, PyG's, Lightning's, Python's or ours."""
     file = os.path.basename(name)
     if "site-packages" in name or is_generated(file):
@@ -44,7 +44,7 @@ def _is_users_file(name: str) -> bool:
 def line_here() -> str:
     """Return the innermost user line that is running; empty if there is none."""
     frames = reversed(traceback.extract_stack())
-    lines = (_line(f.filename, f.lineno or 0) for f in frames if _is_users_file(f.filename))
+    lines = (_line(f.filename, f.lineno or 0) for f in frames if is_users_file(f.filename))
     return next(lines, "")
 
 
@@ -57,7 +57,7 @@ def _line_and_function(error: BaseException) -> tuple[str, str]:
     """Return the innermost user line on the way to `error`, and what of PyG it calls, or empty."""
     called = ""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if _is_users_file(frame.filename):
+        if is_users_file(frame.filename):
             return _line(frame.filename, frame.lineno or 0), called
         called = frame.name if f"{os.sep}torch_geometric{os.sep}" in frame.filename else ""
     return "", ""

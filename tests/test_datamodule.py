@@ -137,20 +137,40 @@ def test_a_graph_without_features_shows_its_number_of_nodes():
 
 BAD_GRAPHS = {
     "no features": (dict(x=None, y=None), r"node features 'x'.*got none.*num_nodes.*OneHot"),
-    "flat features": (dict(x=torch.ones(NUM_NODES)), r"\[num_nodes, num_features\].*got \[10\]"),
+    "flat features": (
+        dict(x=torch.ones(NUM_NODES)),
+        r"\[num_nodes, num_features\].*got \[10\].*data\.x = data\.x\.view\(data\.num_nodes, -1\)",
+    ),
     "num_nodes": (dict(num_nodes=12), r"'x' to have one row for each of the 12 nodes.*\[10, 10\]"),
     "no edges": (dict(edge_index=None), r"'edge_index' of shape \[2, num_edges\] \(got none\)"),
-    "edge pairs": (dict(edge_index=torch.zeros(4, 2).long()), r"got \[4, 2\].*pairs\.t\(\)"),
+    "edge pairs": (
+        dict(edge_index=torch.zeros(4, 2).long()),
+        r"got \[4, 2\].*data\.edge_index = data\.edge_index\.t\(\)\.contiguous\(\)",
+    ),
+    "float edges": (
+        dict(edge_index=torch.zeros(2, 4)),
+        r"got torch\.float32.*data\.edge_index = data\.edge_index\.long\(\)",
+    ),
+    "listed edges": (
+        dict(edge_index=[[0, 1], [1, 0]]),
+        r"got list.*data\.edge_index = torch\.as_tensor\(data\.edge_index\)\.long\(\)",
+    ),
     "edge beyond": (
         dict(edge_index=torch.tensor([[0], [10]])),
         r"from 0 to 9 \(got node 10\)",
     ),
-    "labels": (dict(y=torch.zeros(9).long()), r"'y' to have one row for each of the 10 nodes"),
+    "labels": (
+        dict(y=torch.zeros(9).long()),
+        r"'y' to have one row for each of the 10 nodes.*-1.*out of all masks",
+    ),
     "mask rows": (
         masks_of(0) | dict(val_mask=torch.ones(11).bool()),
-        r"'val_mask' to have one row for each of the 10 nodes \(got \[11\], torch.bool\)",
+        r"'val_mask' to have one row for each of .* \(got \[11\], torch.bool\).*index_to_mask",
     ),
-    "mask of numbers": (masks_of(0) | dict(test_mask=torch.ones(10)), r"a boolean 'test_mask'"),
+    "mask of numbers": (
+        masks_of(0) | dict(test_mask=torch.ones(10)),
+        r"a boolean 'test_mask'.*mask\.bool\(\)",
+    ),
     "no training mask": (
         masks_of(0) | dict(train_mask=None),
         r"a graph with 'train_mask'.*remove all masks",

@@ -267,18 +267,20 @@ def check_graph(edge_index: Tensor, num_nodes: int) -> None:
 
 def check_edges(edges: Any, num_nodes: int, name: str = "edge_index") -> None:
     """Raise GraphError unless `edges` holds `[2, num_edges]` integers in `[0, num_nodes)`."""
+    place = name if "." in name else f"data.{name}"
     if not isinstance(edges, Tensor) or edges.dtype not in _INTEGERS:
+        tensor = place if isinstance(edges, Tensor) else f"torch.as_tensor({place})"
         raise GraphError(
             expected=f"'{name}' to hold integers",
             found=str(getattr(edges, "dtype", type(edges).__name__)),
-            remedy=f"Convert it by {name}.long().",
+            remedy=f"Write {place} = {tensor}.long().",
         )
     if edges.dim() != 2 or edges.size(0) != 2:
         raise GraphError(
             expected=f"'{name}' to have shape [2, num_edges]",
             found=str(list(edges.shape)),
-            remedy="Row 0 holds the sources of the edges, row 1 their targets; for edge pairs "
-            "[num_edges, 2] pass pairs.t().contiguous().",
+            remedy="Row 0 holds the sources of the edges, row 1 their targets. For pairs "
+            f"[num_edges, 2] write {place} = {place}.t().contiguous().",
         )
     if edges.numel() == 0:
         return

@@ -17,14 +17,19 @@ import sys
 import time
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
+from traceback import TracebackException, extract_stack
 from typing import Any, TypeVar, cast
 
+import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
@@ -44,11 +49,13 @@ from lightning_gnnpipe.comm import (
     restart_store,
     store_after_failure,
 )
-from lightning_gnnpipe.errors import ConfigError, PeerError
+from lightning_gnnpipe.datamodule import FullGraphDataModule
+from lightning_gnnpipe.errors import ConfigError, GNNPipeError, PeerError
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.stages import as_written, check_num_stages, find_pipelined, most_layers
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer.signals import StopSignals
+from lightning_gnnpipe.user_code import is_users_file
 
 T = TypeVar("T")
 
@@ -122,10 +129,13 @@ class Processes:
             return None
         return ScriptLauncher(strategy.cluster_environment, num_processes, num_nodes)
 
-    def check_start(self) -> None:
-        """Refuse numbers of devices that do not fit options or layers, as far as modules show."""
+    def check_start(self, trainer: pl.Trainer, given: Sequence[object]) -> None:
+        """Refuse numbers of devices and chunks that do not fit, as far as data and modules show."""
         strategy, options = self._strategy, self._options
         num_stages, _ = options.resolve_layout(strategy.num_nodes * strategy.num_processes)
+        for data in given if trainer.state.fn == TrainerFn.FITTING else ():
+            if isinstance(data, FullGraphDataModule):
+                options.count_chunks(num_stages, int(data.data.num_nodes))
         module = strategy.user_module
         if any(is_overridden(hook, module) for hook in ("configure_model", "setup")):
             return  # which may make layers
@@ -251,11 +261,41 @@ class Processes:
         text = f"Rank {self._strategy.global_rank} failed: {cause_of(exception)}"
         if isinstance(exception, PeerError):
             text = str(exception)
-        elif not is_communication_error(exception):
-            log.error("%s", text)
-        self.transport.watch.fail(text)
+        is_refusal, is_told = isinstance(exception, GNNPipeError | PeerError), False
+
+        def tell() -> None:
+            nonlocal is_told
+            is_told = True
+            if is_refusal:
+                _show(exception)
+            elif not is_communication_error(exception):
+                log.error("%s", text)
+
+        self.transport.watch.fail(text, tell)
+        is_local = isinstance(self._strategy.cluster_environment, LightningEnvironment)
+        if not is_told and not (is_local and self._strategy.num_nodes == 1):  # logs may be apart
+            log.error("%s", text.partition("\n")[0])
+        if is_refusal or not is_told:
+            cast(Any, exception).is_told = True
+            sys.excepthook = partial(_show_untold, sys.excepthook)
         if has_started:
             atexit.register(_end, launcher)  # once this rank has printed its error
+
+
+def _show(error: BaseException) -> None:
+    """Print a refusal, which says all in words, and of its traceback the user's own lines."""
+    shown = TracebackException.from_exception(error)
+    shown.stack[:0] = extract_stack()  # which the error has not passed yet
+    part: TracebackException | None = shown
+    while part is not None:
+        part.stack[:] = [frame for frame in part.stack if is_users_file(frame.filename)]
+        part = part.__cause__ or part.__context__
+    sys.stderr.write("".join(shown.format()))
+
+
+def _show_untold(show: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    if not getattr(error, "is_told", False):
+        show(kind, error, trace)
 
 
 def _end(launcher: Any) -> None:
@@ -270,7 +310,7 @@ class ScriptLauncher(_compat.SubprocessScriptLauncher):
     """Lightning's launcher, which starts no process for what cannot run."""
 
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        trainer.strategy.check_start()
+        trainer.strategy.check_start(trainer, args)
         _compat.divide_threads(self.num_processes)  # before it starts processes, which inherit it
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
@@ -279,7 +319,7 @@ class ForkLauncher(_compat.MultiProcessingLauncher):
     """Lightning's launcher, whose workers tell each other why they fail."""
 
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        trainer.strategy.check_start()
+        trainer.strategy.check_start(trainer, args)
         state = random.getstate()
 
         def work(*args: Any, **kwargs: Any) -> Any:

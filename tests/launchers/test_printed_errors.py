@@ -1,0 +1,65 @@
+"""What a run on two devices that fails prints: each error once, with the words at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.cases import slow
+from tests.helpers.scripts import run_script
+
+SCRIPT = """
+import sys
+import lightning as L
+from lightning_gnnpipe import GNNPipeStrategy
+from lightning_gnnpipe.errors import ConfigError
+from lightning_gnnpipe.models import NodeClassifier
+from tests.helpers.observed import make_data, make_module
+
+ranks = [0, 1] if sys.argv[2] == "all" else [int(sys.argv[2])]
+
+
+class Module(NodeClassifier):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank in ranks and sys.argv[1] == "mistake":
+            batch.to_dict()["missing"]
+        if self.global_rank in ranks and sys.argv[1] == "refusal":
+            raise ConfigError("It is not so.\\nWrite this.")
+        return super().training_step(batch, batch_idx)
+
+
+if __name__ == "__main__":
+    strategy = GNNPipeStrategy(num_chunks=1000 if sys.argv[1] == "chunks" else 2)
+    trainer = L.Trainer(
+        accelerator="cpu", devices=2, max_epochs=2, strategy=strategy, logger=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(Module(make_module().net, 3), datamodule=make_data())
+"""
+FIT = "trainer.fit(Module(make_module().net, 3), datamodule=make_data())"
+
+
+@pytest.mark.parametrize("ranks", ["all", "1", slow("0")])
+def test_a_refusal_is_printed_once_at_the_end_with_the_users_lines(
+    ranks: str, tmp_path: Path
+) -> None:
+    text = run_script(tmp_path, SCRIPT, "refusal", ranks, is_new=True, fails=True).text
+    assert text.endswith("lightning_gnnpipe.errors.ConfigError: It is not so.\nWrite this.\n"), text
+    for line in ("ConfigError: It is not so", "Traceback", FIT, 'raise ConfigError("'):
+        assert text.count(line) == 1, text
+    assert len(text.splitlines()) <= 40, text
+
+
+@pytest.mark.parametrize("ranks", ["all", slow("1"), slow("0")])
+def test_a_users_mistake_is_printed_once_with_its_traceback(ranks: str, tmp_path: Path) -> None:
+    text = run_script(tmp_path, SCRIPT, "mistake", ranks, fails=True).text
+    for line in ("Traceback", FIT, 'batch.to_dict()["missing"]'):
+        assert text.count(line) == 1, text
+    assert "KeyError: 'missing'" in text.splitlines()[-1], text
+
+
+def test_too_many_chunks_are_refused_before_processes_start(tmp_path: Path) -> None:
+    text = run_script(tmp_path, SCRIPT, "chunks", "all", fails=True).text
+    assert "'num_chunks' to be between 1 and the number of nodes" in text.splitlines()[-1]
+    assert "Initializing distributed" not in text, text
