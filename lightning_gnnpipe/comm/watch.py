@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 _TICK_S = 0.25
 _LISTEN_S = 2.0
-_TURN_S = 1.0  # less, since a rank that has waited ends, and Lightning then kills the others
+_TURN_S = 1.0  # less, since a rank that has waited ends, and Lightning then kills all ranks
 _MAX_CAUSE = 4000
 
 
@@ -85,8 +85,8 @@ class Watch:
         if self._rank:
             self._wait(_TURN_S, lambda: self._store.check([f"{self._prefix}first_rank"]))
         own = f"Rank {self._rank} "
-        told = f"{self._prefix}told/{text.removeprefix(own)}"
-        if text.startswith(own) and self._ask(lambda: self._store.add(told, 1)) in (None, 1):
+        printed = f"{self._prefix}printed/{text.removeprefix(own)}"
+        if text.startswith(own) and self._ask(lambda: self._store.add(printed, 1)) in (None, 1):
             tell()
         if not self._rank:
             self._ask(lambda: self._store.set(f"{self._prefix}first_rank", "failed"))

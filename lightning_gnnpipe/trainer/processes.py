@@ -261,11 +261,11 @@ class Processes:
         text = f"Rank {self._strategy.global_rank} failed: {cause_of(exception)}"
         if isinstance(exception, PeerError):
             text = str(exception)
-        is_refusal, is_told = isinstance(exception, GNNPipeError | PeerError), False
+        is_refusal, is_printed = isinstance(exception, GNNPipeError | PeerError), False
 
         def tell() -> None:
-            nonlocal is_told
-            is_told = True
+            nonlocal is_printed
+            is_printed = True
             if is_refusal:
                 _show(exception)
             elif not is_communication_error(exception):
@@ -273,11 +273,11 @@ class Processes:
 
         self.transport.watch.fail(text, tell)
         is_local = isinstance(self._strategy.cluster_environment, LightningEnvironment)
-        if not is_told and not (is_local and self._strategy.num_nodes == 1):  # logs may be apart
+        if not is_printed and not (is_local and self._strategy.num_nodes == 1):  # logs may be apart
             log.error("%s", text.partition("\n")[0])
-        if is_refusal or not is_told:
-            cast(Any, exception).is_told = True
-            sys.excepthook = partial(_show_untold, sys.excepthook)
+        if is_refusal or not is_printed:
+            cast(Any, exception).is_printed = True
+            sys.excepthook = partial(_show_unprinted, sys.excepthook)
         if has_started:
             atexit.register(_end, launcher)  # once this rank has printed its error
 
@@ -293,8 +293,8 @@ def _show(error: BaseException) -> None:
     sys.stderr.write("".join(shown.format()))
 
 
-def _show_untold(show: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    if not getattr(error, "is_told", False):
+def _show_unprinted(show: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    if not getattr(error, "is_printed", False):
         show(kind, error, trace)
 
 
