@@ -21,7 +21,6 @@ T = TypeVar("T")
 
 _TICK_S = 0.25
 _LISTEN_S = 2.0
-_TURN_S = 1.0  # less, since a rank that has waited ends, and Lightning then kills all ranks
 _MAX_CAUSE = 4000
 
 
@@ -68,36 +67,22 @@ class Watch:
                 if self._cause is not None:
                     self._ask(lambda: self._store.add(f"{self._prefix}heard", 1))
 
-    def fail(self, text: str, tell: Callable[[], None]) -> None:
+    def fail(self, cause: str) -> None:
         """Publish why this rank ends, unless a rank did before, and break its groups.
 
-        Run `tell` if no other rank does for the same error: one rank says it, the first one if it
-        fails soon. `text` begins with the rank that failed. Waits until all ranks have read it, at
-        most 2 s: the store ends with the rank that hosts it.
+        Waits until all ranks have read it, at most 2 s: the store ends with the rank that hosts it.
         """
         if self._thread is None:
-            tell()
             return
         groups = self._groups
         self.stop()
-        text = text[:_MAX_CAUSE]
-        self._ask(lambda: self._store.compare_set(f"{self._prefix}cause", "", text))
-        if self._rank:
-            self._wait(_TURN_S, lambda: self._store.check([f"{self._prefix}first_rank"]))
-        own = f"Rank {self._rank} "
-        printed = f"{self._prefix}printed/{text.removeprefix(own)}"
-        if text.startswith(own) and self._ask(lambda: self._store.add(printed, 1)) in (None, 1):
-            tell()
-        if not self._rank:
-            self._ask(lambda: self._store.set(f"{self._prefix}first_rank", "failed"))
+        cause = cause[:_MAX_CAUSE]
+        self._ask(lambda: self._store.compare_set(f"{self._prefix}cause", "", cause))
         self.read()
-        self._wait(_LISTEN_S, lambda: self._count_heard() >= self._size)
-        self._break(groups)
-
-    def _wait(self, seconds: float, is_over: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not self._ask(is_over):
+        deadline = time.monotonic() + _LISTEN_S
+        while time.monotonic() < deadline and (self._ask(self._count_heard) or 0) < self._size:
             time.sleep(_TICK_S / 5)
+        self._break(groups)
 
     def _run(self) -> None:
         while not self._stopped.wait(_TICK_S):

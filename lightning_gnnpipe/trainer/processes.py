@@ -19,15 +19,14 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from functools import partial
-from traceback import TracebackException, extract_stack
+from itertools import pairwise
+from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -261,41 +260,28 @@ class Processes:
         text = f"Rank {self._strategy.global_rank} failed: {cause_of(exception)}"
         if isinstance(exception, PeerError):
             text = str(exception)
-        is_refusal, is_printed = isinstance(exception, GNNPipeError | PeerError), False
-
-        def tell() -> None:
-            nonlocal is_printed
-            is_printed = True
-            if is_refusal:
-                _show(exception)
-            elif not is_communication_error(exception):
-                log.error("%s", text)
-
-        self.transport.watch.fail(text, tell)
-        is_local = isinstance(self._strategy.cluster_environment, LightningEnvironment)
-        if not is_printed and not (is_local and self._strategy.num_nodes == 1):  # logs may be apart
-            log.error("%s", text.partition("\n")[0])
-        if is_refusal or not is_printed:
-            cast(Any, exception).is_printed = True
-            sys.excepthook = partial(_show_unprinted, sys.excepthook)
+        elif not isinstance(exception, GNNPipeError) and not is_communication_error(exception):
+            log.error("%s", text)
+        self.transport.watch.fail(text)
+        if isinstance(exception, GNNPipeError | PeerError):
+            _shorten(exception)
         if has_started:
             atexit.register(_end, launcher)  # once this rank has printed its error
 
 
-def _show(error: BaseException) -> None:
-    """Print a refusal, which says all in words, and of its traceback the user's own lines."""
-    shown = TracebackException.from_exception(error)
-    shown.stack[:0] = extract_stack()  # which the error has not passed yet
-    part: TracebackException | None = shown
-    while part is not None:
-        part.stack[:] = [frame for frame in part.stack if is_users_file(frame.filename)]
-        part = part.__cause__ or part.__context__
-    sys.stderr.write("".join(shown.format()))
-
-
-def _show_unprinted(show: Any, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    if not getattr(error, "is_printed", False):
-        show(kind, error, trace)
+def _shorten(refusal: BaseException) -> None:
+    """Keep the user's own lines of the traceback: the words say all else."""
+    error: BaseException | None = refusal
+    while error is not None:
+        line, lines = error.__traceback__, list[TracebackType]()
+        while line is not None:
+            if is_users_file(line.tb_frame.f_code.co_filename):
+                lines.append(line)
+            line = line.tb_next
+        for one, following in pairwise([*lines, None]):
+            cast(Any, one).tb_next = following
+        error.__traceback__ = lines[0] if lines else None
+        error = error.__cause__ or error.__context__
 
 
 def _end(launcher: Any) -> None:
