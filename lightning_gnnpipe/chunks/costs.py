@@ -119,10 +119,13 @@ class StepCosts:
     def with_overhead(self, other: StepCosts) -> StepCosts:
         """Return the costs with `chunk_s`, by comparison with costs in another number of chunks.
 
-        A layer takes `a K + b` seconds in K chunks, and neither a nor b is negative.
+        A layer takes `a K + b` seconds in K chunks, and neither a nor b is negative. It takes at
+        least what it does in one chunk: alone, a small chunk finds its rows in the caches.
         """
 
         def compare(one: LayerCost, its: LayerCost) -> LayerCost:
+            if other.num_chunks == 1 and its.compute_s > one.compute_s:
+                return replace(one, forward_s=its.forward_s, backward_s=its.backward_s)
             chunk_s = (its.compute_s - one.compute_s) / (other.num_chunks - self.num_chunks)
             return replace(one, chunk_s=min(max(chunk_s, 0.0), one.compute_s / self.num_chunks))
 
@@ -194,10 +197,12 @@ def measure_costs(
         plan = cut
         is_large = plan.num_nodes + plan.num_edges > plan.num_chunks * _LARGE_WORK
         other = plan if is_large or is_tight else plan.whole
-    found = measure_layers(module, layers, plan, call, inputs, histories)
+    # Larger chunks first: as in training, smaller ones find the memory that these have freed.
+    cuts = sorted({one.num_chunks: one for one in (plan, other)}.items())
+    costs = {k: measure_layers(module, layers, one, call, inputs, histories) for k, one in cuts}
+    found = costs[plan.num_chunks]
     if other.num_chunks != plan.num_chunks:
-        more = measure_layers(module, layers, other, call, inputs, histories)
-        found = found.with_overhead(more)
+        found = found.with_overhead(costs[other.num_chunks])
     values = {
         name: one.row_bytes * inputs.num_rows(one.kind, one.edge_set)
         for name, one in layers.values.items()
@@ -248,7 +253,7 @@ def measure_layers(
     values = batch.slice(chunk, leaves)
     known, saved = set(values), dict[int, int]()  # names of what is given, or saved before
     times, held = list[NDArray[np.float64]](), list[dict[str, Any]]()
-    forms = list(map(_form_of, segments))
+    forms, first_s = list(map(_form_of, segments)), dict[Hashable, float]()
     with (
         undisturbed(module),
         intercept(find_layers(module), context),
@@ -259,9 +264,10 @@ def measure_layers(
         for segment, form, unread in zip(segments, forms, unread_names, strict=True):
             given = [*module.parameters(), *(values[name] for name in known & values.keys())]
             run = partial(_run, segment, values, chunk, context, given, saved)
-            first_s = run()[:2].sum()  # with what is computed once per chunk
-            num_runs = 1 + int(_LONGEST_S / len(segments) / first_s)
-            if first_s < 1.0:  # s; a longer run averages over other processes' load
+            if form not in first_s:
+                first_s[form] = run()[:2].sum()  # with what is computed once per chunk
+            num_runs = max(1, int(_LONGEST_S / len(segments) / first_s[form]))
+            if first_s[form] < 1.0:  # s; a longer run averages over other processes' load
                 num_runs = max(num_runs, 4 - forms.count(form))  # at least three of each form
             runs = [run() for _ in range(min(num_runs, _MOST_RUNS))]
             times.append(np.min(runs, axis=0))  # load from other processes only adds time

@@ -45,7 +45,7 @@ from lightning_gnnpipe.trainer.replicas import Replicas
 log = logging.getLogger(__name__)
 
 _MUCH_BYTES = 2**20  # a step; less is not worth a warning
-_SLOWER = 1.05  # costs vary
+_SLOWER = 1.15  # costs vary
 
 
 ResumedRun = tuple[SavedRun, Mapping[str, Any]]  # and the random states it was saved with

@@ -126,6 +126,11 @@ def test_overhead_is_found_from_fewer_chunks_as_well() -> None:
     assert found.at(16).layers[0].compute_s == pytest.approx(2.5)
 
 
+def test_chunks_take_no_less_than_one_chunk() -> None:
+    found = made_costs(0.6, 8).with_overhead(made_costs(1.0, 1))
+    assert found.layers[0].compute_s == found.at(32).layers[0].compute_s == 1.0
+
+
 def test_what_is_compared_is_told() -> None:
     assert compare_times({4: 2.0, 2: 3.0, 8: 2.5}, 2) == (
         "Computing a step takes about 1.000 s in 4 chunks (1.500 s in 2, 1.250 s in 8)."
