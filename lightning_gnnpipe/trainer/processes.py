@@ -260,6 +260,8 @@ class Processes:
         text = f"Rank {self._strategy.global_rank} failed: {cause_of(exception)}"
         if isinstance(exception, PeerError):
             text = str(exception)
+        elif isinstance(exception, KeyboardInterrupt):  # Lightning has said so
+            text = f"Rank {self._strategy.global_rank} was interrupted"
         elif not isinstance(exception, GNNPipeError) and not is_communication_error(exception):
             log.error("%s", text)
         self.transport.watch.fail(text)

@@ -113,6 +113,8 @@ def test_after_ctrl_c_there_are_no_ranks_to_train_on(which: str, tmp_path: Path)
     how = f"Ctrl+C, {which}"
     script = run_script(tmp_path, SCRIPT, "on_train_batch_end", 4, tmp_path, how, fails=True)
     assert "none, since Ctrl+C has ended them" in script.text, script.text[-3000:]
+    assert script.text.count("Detected KeyboardInterrupt") == 1
+    assert "Rank " not in script.text, script.text[-3000:]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), KeyError("pruned")])
