@@ -123,7 +123,7 @@ def test_without_its_histories_a_checkpoint_goes_on_exactly(saved: Path, caplog:
     moved = saved.parents[1] / "moved.ckpt"
     shutil.copy(saved, moved)
     assert kinds_after(moved, epochs=5) == [True, False]
-    assert "no histories of this input" in caplog.text
+    assert "no histories of this input: they are not beside it. Copy the folder" in caplog.text
 
 
 def test_a_link_to_a_checkpoint_finds_its_histories(saved: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_run_saved_when_over_goes_on_exactly(
     state = torch.load(path, weights_only=True)["gnnpipe"]
     assert state["run"]["num_training_passes"] == 3 and state["histories"] is None
     assert kinds_after(path, epochs=5) == [True, False]
-    assert "has no histories of this input" in caplog.text
+    assert "has no histories of this input: it was saved after fit" in caplog.text
 
 
 def test_hosts_without_a_common_disk_go_on_exactly(tmp_path: Path, monkeypatch: Patches) -> None:

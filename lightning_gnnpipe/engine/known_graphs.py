@@ -313,7 +313,7 @@ class KnownInputs:
     def __init__(self, *, is_quiet: bool) -> None:
         self.kept: OrderedDict[int, Histories] = OrderedDict()
         self.saved: dict[int, SavedHistories] = {}
-        self.num_saved_layers = 0
+        self.num_saved_layers, self.lack = 0, ""  # the latter: see `SavedRun`
         self._last: dict[int, InputKey] = {}  # by call in the step
         self._num_new = 0  # steps that were exact because their input was new
         self._changed: list[str] = []  # what was new in the last of them
@@ -322,6 +322,7 @@ class KnownInputs:
 
     def resume(self, run: SavedRun) -> None:
         self.saved, self.num_saved_layers = run.histories(), sum(run.state.stage_layers)
+        self.lack = run.lack
 
     def make_room(self, key: InputKey, num_bytes: int) -> None:
         """Drop the least recently used inputs until one more of `num_bytes` has room."""

@@ -121,7 +121,7 @@ class Passes:
         if saved is not None:
             take_histories(saved, own, [one.index for one in mode.stages[mesh.stage].segments])
         if is_resumed and not mesh.rank:
-            warn_of_mismatch(saved, own)
+            warn_of_mismatch(saved, own, known.lack)
 
     def training(self, mode: Mode, own: Histories, *, is_exact: bool) -> PassSpec:
         """Begin a training pass over one graph; it writes histories only if a later read may be."""

@@ -88,6 +88,24 @@ class SavedRun:
     state: RunState
     stages: tuple[RankHistories, ...]
 
+    @property
+    def lack(self) -> str:
+        """Why an input has no histories here, and what to do for a run that has some."""
+        if not self.state.inputs:
+            return (
+                "it was saved after fit, after an error, or by a run in one chunk. Let a "
+                "ModelCheckpoint save it, which does so while fit runs."
+            )
+        if not self.stages:
+            return (
+                "they are not beside it. Copy the folder .gnnpipe with the checkpoint, to all "
+                "hosts; remote storage does not keep it."
+            )
+        return (
+            "those that it has are of another graph, other arguments or layers, or of edges that "
+            "cross_chunk_edges='drop' leaves out. Go on with what the saved run had."
+        )
+
     def histories(self) -> dict[int, SavedHistories]:
         """Return the histories of all ranks by input number."""
         if not self.stages:
@@ -145,8 +163,8 @@ def take_histories(saved: SavedHistories, own: Histories, segments: Collection[i
     own.is_renewed, own.is_refresh_due = state.is_renewed, state.is_refresh_due
 
 
-def warn_of_mismatch(taken: SavedHistories | None, own: Histories) -> None:
-    """Warn if a resumed run starts exactly, or took rows of a different `staleness`."""
+def warn_of_mismatch(taken: SavedHistories | None, own: Histories, lack: str) -> None:
+    """Warn if a resumed run starts exactly, by `lack`, or took rows of a different `staleness`."""
     now = name_method(own.store.options.method)
     if taken is not None and taken.parts[0]["method"] != now:
         log.warning(
@@ -157,8 +175,8 @@ def warn_of_mismatch(taken: SavedHistories | None, own: Histories) -> None:
         )
     elif taken is None and own.graph.plan.num_chunks > 1:
         Fallbacks(log).tell(
-            "The first step runs exactly, since the checkpoint has no histories of this input, "
-            "these chunks and layers."
+            "The first step runs exactly, since the checkpoint has no histories of this input: %s",
+            lack,
         )
 
 
