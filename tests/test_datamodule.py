@@ -151,6 +151,10 @@ BAD_GRAPHS = {
         dict(edge_index=torch.zeros(2, 4)),
         r"got torch\.float32.*data\.edge_index = data\.edge_index\.long\(\)",
     ),
+    "adjacency matrix": (
+        dict(edge_index=torch.eye(10).bool()),
+        r"got torch\.bool.*data\.edge_index = data\.edge_index\.nonzero\(\)\.t\(\)\.contig",
+    ),
     "listed edges": (
         dict(edge_index=[[0, 1], [1, 0]]),
         r"got list.*data\.edge_index = torch\.as_tensor\(data\.edge_index\)\.long\(\)",

@@ -270,10 +270,13 @@ def check_edges(edges: Any, num_nodes: int, name: str = "edge_index") -> None:
     place = name if "." in name else f"data.{name}"
     if not isinstance(edges, Tensor) or edges.dtype not in _INTEGERS:
         tensor = place if isinstance(edges, Tensor) else f"torch.as_tensor({place})"
+        remedy = f"Write {place} = {tensor}.long()."
+        if isinstance(edges, Tensor) and edges.dtype is torch.bool:
+            remedy = f"Of an adjacency matrix write {place} = {place}.nonzero().t().contiguous()."
         raise GraphError(
             expected=f"'{name}' to hold integers",
             found=str(getattr(edges, "dtype", type(edges).__name__)),
-            remedy=f"Write {place} = {tensor}.long().",
+            remedy=remedy,
         )
     if edges.dim() != 2 or edges.size(0) != 2:
         raise GraphError(
