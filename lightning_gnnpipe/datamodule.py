@@ -99,7 +99,7 @@ class FullGraphDataModule(L.LightningDataModule):
             _select_split(graph, split)
         else:
             _check_split(split, num_splits=1)
-            _draw_masks(graph, split_fracs, seed)
+            draw_masks(graph, split_fracs, seed)
         if graph.y is not None and graph.y.is_floating_point():
             rows = torch.stack([graph[name] for name in MASKS if name in graph]).any(0)
             used = graph.y.where(rows.view(-1, *[1] * (graph.y.dim() - 1)), 0)
@@ -366,7 +366,7 @@ def _masks_from_indices(graph: Data, indices: dict[str, Tensor]) -> None:
         graph[name] = index_to_mask(torch.as_tensor(indices[key]), graph.num_nodes)
 
 
-def _draw_masks(graph: Data, split_fracs: tuple[float, float, float], seed: int) -> None:
+def draw_masks(graph: Data, split_fracs: tuple[float, float, float], seed: int) -> None:
     """Set disjoint random masks of the given shares."""
     if len(split_fracs) != 3 or min(split_fracs) < 0 or sum(split_fracs) > 1 + 1e-9:
         _refuse(

@@ -6,6 +6,7 @@ import torch
 from torch_geometric.data import Data
 from torch_geometric.utils import to_undirected
 
+from lightning_gnnpipe.datamodule import draw_masks
 from lightning_gnnpipe.errors import ConfigError
 
 _REACH_FRAC = 0.01  # how far most neighbours are, of all nodes
@@ -34,7 +35,8 @@ def make_communities(
 
     Returns:
         ``x`` of shape [N, num_features], an undirected ``edge_index`` of shape
-        [2, about N avg_degree], and ``y`` of shape [N]. ``FullGraphDataModule`` draws masks.
+        [2, about N avg_degree], ``y`` of shape [N], and the masks that ``FullGraphDataModule``
+        draws with this seed: 60 % of the nodes train, 20 % validate, 20 % test.
 
     Raises:
         ConfigError: There are fewer than 100 nodes, or ``avg_degree`` is less than 2.
@@ -59,4 +61,6 @@ def make_communities(
     centres = torch.randn(num_classes, num_features, generator=draw)
     x = centres[y] + _NOISE * torch.randn(num_nodes, num_features, generator=draw)
     edge_index = to_undirected(torch.stack([source, target]), num_nodes=num_nodes)
-    return Data(x=x, edge_index=edge_index, y=y)
+    data = Data(x=x, edge_index=edge_index, y=y)
+    draw_masks(data, (0.6, 0.2, 0.2), seed)
+    return data

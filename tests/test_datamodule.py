@@ -14,6 +14,7 @@ from torch_geometric.data import Data, HeteroData, InMemoryDataset
 from lightning_gnnpipe._compat_torch import DispatchMode
 from lightning_gnnpipe.datamodule import FullGraphDataModule, prepare_graph
 from lightning_gnnpipe.errors import ConfigError, GraphError
+from lightning_gnnpipe.synthetic import make_communities
 
 NUM_NODES = 10
 MASKS = ("train_mask", "val_mask", "test_mask")
@@ -109,6 +110,9 @@ def test_random_masks_are_disjoint_seeded_and_of_the_given_shares():
     few = drawn(split_fracs=(0.3, 0.1, 0.2))
     assert [int(few[name].sum()) for name in MASKS] == [3, 1, 2]
     assert nodes_of(few) == nodes_of(drawn(global_seed=1, split_fracs=(0.3, 0.1, 0.2)))
+    made = make_communities(200, seed=2)
+    bare = Data(x=made.x, edge_index=made.edge_index)
+    assert nodes_of(made) == nodes_of(FullGraphDataModule(bare, seed=2).data)
 
 
 def test_takes_data_sets_of_one_graph_and_their_splits():

@@ -30,8 +30,9 @@ MAX_CALLS_OF_A_STEP = 1_800
 # Folders and files, from the bottom up: each may import those before it, none behind it.
 LINE = (
     *("errors", "types", "_compat_torch", "_compat_pyg"),
-    *("user_code", "models", "synthetic"),
-    *("graph", "datamodule", "staleness", "codecs", "options", "passing", "calls", "comm"),
+    *("user_code", "models"),
+    *("graph", "datamodule", "synthetic"),
+    *("staleness", "codecs", "options", "passing", "calls", "comm"),
     *("layers", "stages", "methods", "chunks", "report"),
     *("selfcheck", "steps"),
     *("planning", "engine", "trainer", "strategy"),
