@@ -95,13 +95,14 @@ class InputSizes:
 class StepCosts:
     """Costs of a training step over all nodes: of layers, and of recomputing values, by name.
 
-    They are measured in `num_chunks` chunks.
+    They are measured in `num_chunks` chunks. `is_disturbed`: no idle machine takes such times.
     """
 
     layers: tuple[LayerCost, ...]
     repeats: dict[str, LayerCost]
     num_chunks: int = 1
     sizes: InputSizes = field(default_factory=InputSizes)
+    is_disturbed: bool = False
 
     def of(self, stage: Stage) -> list[LayerCost]:
         """Return the costs of all that `stage` computes."""
@@ -131,7 +132,10 @@ class StepCosts:
 
         layers = tuple(map(compare, self.layers, other.layers))
         repeats = {name: compare(one, other.repeats[name]) for name, one in self.repeats.items()}
-        return replace(self, layers=layers, repeats=repeats)
+        both = ((one.num_chunks, sum(c.compute_s for c in one.layers)) for one in (self, other))
+        (few, few_s), (many, many_s) = sorted(both)
+        is_disturbed = few_s > _DISTURBED * many_s or many_s / many > _DISTURBED * few_s / few
+        return replace(self, layers=layers, repeats=repeats, is_disturbed=is_disturbed)
 
     def at(self, num_chunks: int) -> StepCosts:
         """Return the costs in `num_chunks` chunks."""
@@ -168,6 +172,7 @@ class StepCosts:
 
 _FLOAT = re.compile(r"\d+(\.\d+(e-?\d+)?|e-?\d+)")
 _MOST_RUNS = 5
+_DISTURBED = 3.0  # caches save less
 _LONGEST_S = 1.0  # for repeated runs of all layers
 _LARGE_WORK = 2**20  # nodes and edges of a chunk that is as fast, for each of them, as any larger
 

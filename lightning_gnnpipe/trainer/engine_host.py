@@ -338,6 +338,8 @@ def _expect(
     plan: ChunkPlan | BatchPlan,
 ) -> str:
     """Return what a step takes, beside other layouts; warn where the stages lose or wait."""
+    if costs.is_disturbed:
+        return "How long a step takes is not known: the machine was busy while layers were timed."
     times, num_stages = expect_steps(split, costs, inputs, options, plan), len(split.stages)
     own, best = next(iter(times)), min(times, key=times.__getitem__)
     axis = "data" if isinstance(plan, BatchPlan) else "graph"

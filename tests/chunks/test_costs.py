@@ -18,6 +18,7 @@ from lightning_gnnpipe.options import RunOptions, StrategyOptions
 from lightning_gnnpipe.report import compare_times
 from lightning_gnnpipe.stages import cut_module, split_layers
 from lightning_gnnpipe.staleness import HistoryOptions
+from lightning_gnnpipe.trainer import engine_host
 
 N, D, L = 300, 16, 16
 
@@ -129,6 +130,18 @@ def test_overhead_is_found_from_fewer_chunks_as_well() -> None:
 def test_chunks_take_no_less_than_one_chunk() -> None:
     found = made_costs(0.6, 8).with_overhead(made_costs(1.0, 1))
     assert found.layers[0].compute_s == found.at(32).layers[0].compute_s == 1.0
+    assert not found.is_disturbed
+
+
+@pytest.mark.parametrize(("chunks_s", "num_chunks", "whole_s"), [(1.0, 8, 19.0), (19.0, 4, 1.0)])
+def test_times_of_a_busy_machine_are_not_ranked(
+    chunks_s: float, num_chunks: int, whole_s: float
+) -> None:
+    """One chunk takes no longer than several, and they no longer than each as long as it."""
+    found = made_costs(chunks_s, num_chunks).with_overhead(made_costs(whole_s, 1))
+    unused: Any = None
+    text = engine_host._expect(unused, found.at(2), unused, unused, unused)
+    assert "the machine was busy" in text and " s " not in text
 
 
 def test_what_is_compared_is_told() -> None:
