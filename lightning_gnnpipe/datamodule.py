@@ -87,8 +87,7 @@ class FullGraphDataModule(L.LightningDataModule):
                 check_edges(edges, num_nodes)
         for name in ("y", *MASKS):
             _check_rows(graph, name, num_nodes)
-        for name in ("x", "edge_attr", "edge_weight"):
-            _check_finite(name, graph.get(name), f"data.{name} = data.{name}.nan_to_num()")
+        _check_inputs(graph)
         if graph.y is not None and graph.y.dim() == 2 and graph.y.size(1) == 1:
             graph.y = graph.y.squeeze(1)  # OGB's labels are [num_nodes, 1]
 
@@ -238,10 +237,17 @@ class SingleGraphLoader:
 
 
 def check_loader(loader: object) -> None:
-    """Refuse torch's loader of graphs, which joins tensors alone, by the ways that work."""
-    if not isinstance(loader, DataLoader) or loader.collate_fn is not default_collate:
+    """Refuse torch's loader of graphs, which joins tensors alone; look at the values of one graph.
+
+    A data set is not asked for its graph, which may draw random numbers.
+    """
+    if not isinstance(loader, DataLoader):
         return
     graphs: Any = loader.dataset
+    if isinstance(graphs, list | tuple) and len(graphs) == 1 and isinstance(graphs[0], Data):
+        _check_inputs(graphs[0])
+    if loader.collate_fn is not default_collate:
+        return
     is_known = isinstance(graphs, list | tuple | Dataset) and len(graphs) > 0
     if is_known and isinstance(graphs[0], BaseData):
         raise ConfigError(
@@ -318,11 +324,17 @@ def _check_rows(graph: Data, name: str, num_nodes: int) -> None:
         _refuse(expected, _describe(rows), remedy)
 
 
-def _check_finite(name: str, values: object, remedy: str) -> None:
+def _check_inputs(graph: Data) -> None:
+    for name in ("x", "edge_attr", "edge_weight"):
+        _check_finite(name, graph.get(name), f"data.{name} = data.{name}.nan_to_num()", 4)
+
+
+def _check_finite(name: str, values: object, remedy: str, stacklevel: int = 3) -> None:
     found = first_not_finite(values, "at edge" if name.startswith("edge") else "at node")
     if found is not None:
         warnings.warn(
-            f"'{name}' is {found}. Unless your module expects it, write {remedy}.", stacklevel=3
+            f"'{name}' is {found}. Unless your module expects it, write {remedy}.",
+            stacklevel=stacklevel,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
+from lightning_gnnpipe.datamodule import check_loader
 from lightning_gnnpipe.errors import ConfigError
+from tests.helpers.engines import one_process_engine
 from tests.helpers.trainers import weights
 from tests.test_user_errors import D, Module, N, Net, fit, graph
 
@@ -158,6 +161,7 @@ NOT_FINITE: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.filterwarnings("default:'x' is inf")
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", NOT_FINITE)
@@ -172,6 +176,23 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_where_that_began(
     assert len(found) == devices
     for one in found:
         assert re.search(f"^GNNPipeError: The loss of {text}", one), one
+
+
+def test_a_loader_of_one_graph_is_looked_at_before_the_module_is_traced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data, net = graph(x=ONE), Net().eval()
+    with pytest.warns(UserWarning, match=r"^'x' is inf at node 3, column 1\. Unless"):
+        check_loader(DataLoader([data], batch_size=None))
+    monkeypatch.setattr("lightning_gnnpipe.steps.model.cut_module", lambda *_: pytest.fail())
+    engine = one_process_engine(net, num_chunks=N + 1, num_stages=2)  # and a validation comes first
+    engine.options.given = replace(engine.options.given, balance="measured")
+    with (
+        engine.called_by("evaluation"),
+        torch.no_grad(),
+        pytest.raises(ConfigError, match=rf"between 1 and the number of nodes, {N} \(got {N + 1}"),
+    ):
+        engine.forward((data.x, data.edge_index), {})
 
 
 def test_weights_may_be_renamed_on_two_stages() -> None:

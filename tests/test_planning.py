@@ -22,6 +22,7 @@ from lightning_gnnpipe.chunks import LayerCost, StepCosts
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, UnsupportedError
 from lightning_gnnpipe.models import GCNII, NodeClassifier
 from lightning_gnnpipe.planning import PipelinePlan
+from lightning_gnnpipe.trainer import engine_host
 from lightning_gnnpipe.types import CrossChunkEdges, RepeatOption
 from tests.helpers.observed import make_trainer
 from tests.helpers.record import StatsRecorder
@@ -404,7 +405,8 @@ def test_plan_and_fit_choose_the_same_number_of_chunks(
     assert plan.layout.num_chunks == len(plan.chunk_rows) == chosen
     assert sizes == [(1, 1, 1), (1, 2, 1), (2, 1, chosen)]
     options = {"balance": "measured", "num_chunks": "auto"}
-    trainer = make_trainer(2, 8, max_epochs=1, strategy=options, enable_model_summary=True)
+    monkeypatch.setattr(engine_host, "rank_zero_info", print)
+    trainer = make_trainer(2, 8, max_epochs=1, strategy=options)
     trainer.fit(module, FullGraphDataModule(data))
     assert f"Pipeline: 2 stages of 3 + 3 layers, {chosen} chunks." in capfd.readouterr().out
     assert plan_of(module, data, num_chunks="auto", num_stages=1).layout.num_chunks == 1

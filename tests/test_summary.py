@@ -22,18 +22,22 @@ from tests.helpers.observed import NUM_CLASSES, NUM_FEATURES, WIDTH, fit, make_t
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("bars", [[], [TQDMProgressBar()]])
 def test_one_line_says_the_layout(
-    num_stages: int, bars: list[L.Callback], capfd: pytest.CaptureFixture[str]
+    num_stages: int,
+    bars: list[L.Callback],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    fit(num_stages, *bars, enable_model_summary=True, enable_progress_bar=bool(bars))
+    """With and without Lightning's summary."""
+    monkeypatch.setattr(engine_host, "rank_zero_info", lambda text: print(f"Logged: {text}"))
+    shows = bool(bars)
+    fit(num_stages, *bars, enable_model_summary=shows, enable_progress_bar=shows)
     shown = capfd.readouterr().out
+    assert ("Logged: " in shown) != shows
     stages = "1 stage of 4" if num_stages == 1 else "2 stages of 2 + 2"
     assert shown.count(f"Pipeline: {stages} layers, 4 chunks.") == shown.count("Pipeline: ") == 1
     assert "Expected" not in shown  # with balance="uniform" nothing is measured
-
-
-def test_nothing_is_said_without_the_summary(capfd: pytest.CaptureFixture[str]) -> None:
-    fit(2)
-    assert "Pipeline:" not in capfd.readouterr().out
+    before, _ = shown.split("Pipeline: ")
+    assert before.count("Tracing the network and checking it ...") == 1 and "Timing" not in shown
 
 
 def measuring(monkeypatch: pytest.MonkeyPatch, seconds: list[float], chunk_s: float) -> None:
@@ -45,6 +49,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, seconds: list[float], chunk_s: fl
 
     monkeypatch.setattr(StepCosts, "with_overhead", with_overhead)
     monkeypatch.setattr(engine_host.log, "warning", lambda text, *args: print(text % args))
+    monkeypatch.setattr(engine_host, "rank_zero_info", print)
 
 
 @pytest.mark.parametrize(
@@ -81,9 +86,11 @@ def test_what_a_step_takes_is_said_beside_other_layouts(
 ) -> None:
     measuring(monkeypatch, seconds, chunk_s)
     options = {"balance": "measured"}
-    fit(2, strategy=options, enable_model_summary=True, max_epochs=1)
+    fit(2, strategy=options, max_epochs=1)
     shown = capfd.readouterr().out
     [line] = [one for one in shown.splitlines() if "Pipeline: " in one]
+    places = [shown.index(one) for one in ("Tracing the", "Timing its layers ...", line)]
+    assert places == sorted(places)
     assert re.search(told, line), line
     assert warned in shown and ("The stages" in shown) == bool(warned)
     assert ("75 % of a step's cost" in shown) == ("wait" in warned)
@@ -108,9 +115,7 @@ def test_micro_batches_that_cost_more_than_they_save_are_warned_of(
 ) -> None:
     measuring(monkeypatch, [0.4] * 4, 0.1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    trainer = make_trainer(
-        2, 4, max_epochs=1, strategy={"balance": "measured"}, enable_model_summary=True
-    )
+    trainer = make_trainer(2, 4, max_epochs=1, strategy={"balance": "measured"})
     loader = DataLoader([draw_batch((4, 7, 5, 9, 5, 6, 3, 8))], batch_size=None)
     trainer.fit(OfGraphs(), loader)
     shown = capfd.readouterr().out

@@ -98,6 +98,20 @@ class EngineChecks:
             check_support(self._model.module, self._options.graph_chunks, mesh.num_shards)
         self._checked.add(has_graphs)
 
+    def start(self, inputs: Inputs, *, is_training: bool) -> None:
+        """Before the first trace: refuse more chunks than nodes, and say what takes time."""
+        options = self._options
+        is_measured = options.is_fitting and options.measures(options.num_stages + 1)
+        if inputs.graphs is None and (is_training or is_measured):
+            options.count_chunks(inputs.num_nodes)
+        check = " and checking it" if self._compares(inputs) else ""
+        self._model.say(f"Tracing the network{check} ...")
+
+    def _compares(self, inputs: Inputs) -> bool:
+        """Whether new layers are compared with the module itself."""
+        is_split = inputs.graphs is not None or self._graphs.is_cut(inputs)
+        return self._options.given.self_check and (is_split or is_listed(self._model.module))
+
     def several_forwards(self, has_graphs: bool) -> None:
         """Refuse a second training pass before the backward of the first, where it cannot run."""
         if has_graphs or self._options.given.async_halo:
@@ -178,7 +192,6 @@ class EngineChecks:
         if inputs.graphs is not None:
             self._layers_of_batches(layers, call, inputs, trains=trains)
             return
-        is_cut = self._graphs.is_cut(inputs)
         returned = [layers.values[name].kind for name in layers.outputs]
         if trains and options.given.cross_chunk_edges == "drop" and Kind.EDGE in returned:
             raise UnsupportedError(
@@ -186,7 +199,8 @@ class EngineChecks:
                 found="values of edges, some of which are dropped",
                 remedy="Compute values of edges from the embeddings that the last layer returns.",
             )
-        if options.given.self_check and (is_cut or is_listed(module)):
+        if self._compares(inputs):
+            is_cut = self._graphs.is_cut(inputs)
             check_layers(module, layers, call, inputs, on_chunks=is_cut, with_gradients=trains)
 
     def _layers_of_batches(
@@ -206,7 +220,7 @@ class EngineChecks:
                     "graphs.",
                     used[0],
                 )
-        if options.given.self_check:
+        if self._compares(inputs):
             check_graphs(module, layers, call, inputs, in_parts=in_parts, with_gradients=trains)
 
 

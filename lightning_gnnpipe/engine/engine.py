@@ -163,6 +163,8 @@ class PipelineEngine:
             self.graphs.inputs.drop_rows()
             self._state.settle()
         self._checks.support(has_graphs)
+        if not self.model.is_split:
+            self._checks.start(inputs, is_training=is_training)
         try:
             if is_training:
                 return self._train(call, inputs, key, agreed)

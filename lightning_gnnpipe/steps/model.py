@@ -127,6 +127,7 @@ class PipelinedModel:
         self._num_changes, self._given = 0, dict[str, str]()  # the latter: plain arguments
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
         self.on_split: OnSplit | None = None  # called once, in the first training step
+        self.say: Callable[[str], None] = log.debug  # what the run does before its first step
         self.costs: StepCosts | None = None  # once measured
         self.stage_layers: tuple[int, ...] = ()  # number of layers of each stage, once assigned
         self.preferred: tuple[int, ...] = ()  # layers per stage, if they fit, not measured ones
@@ -396,7 +397,10 @@ class PipelinedModel:
             return counts
 
         def by_costs() -> tuple[tuple[int, ...], dict[str, Any], int | None, str]:
-            costs = self.costs = self.costs or measure(layers)
+            if self.costs is None:
+                self.say("Timing its layers ...")
+                self.costs = measure(layers)
+            costs = self.costs
             repeated = self._repeated(layers, inputs)
             found = counts or costs.assign_layers(layers, num_stages, repeated)
             saved, chosen, memory = {}, run.chosen, ""

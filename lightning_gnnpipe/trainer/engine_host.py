@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelSummary, TQDMProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn.utils.prune import is_pruned
 from torch.optim import Optimizer
@@ -148,10 +148,9 @@ class EngineHost:
             self._processes.share_weights(average)
         engine.set_step(averages_weights=bool(averages))
         self._patched.enter_context(self._replicas.computing_metrics(module))
-        has_summary = any(isinstance(one, ModelSummary) for one in callbacks)
         if is_fitting and trainer.is_global_zero:
-            tell = partial(_tell_start, trainer, run_options)
-            engine.model.on_split = partial(tell, is_quiet=not has_summary)
+            engine.model.on_split = partial(_tell_start, trainer, run_options)
+            engine.model.say = partial(_say, trainer)
 
     def check_training(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuse optimizers, loss scaling and callbacks that cannot work."""
@@ -299,10 +298,8 @@ def _tell_start(
     costs: StepCosts | None,
     inputs: Inputs,
     plan: ChunkPlan | BatchPlan,
-    *,
-    is_quiet: bool,
 ) -> None:
-    """Print the layout, and what a step takes if `costs` were measured, without breaking the bar.
+    """Say the layout, and what a step takes if `costs` were measured.
 
     Warn if another layout is faster, if stages wait for one layer, or if gradients of weights are a
     large part of what is sent.
@@ -320,14 +317,14 @@ def _tell_start(
     text = describe_split(split, plan.num_chunks, has_graphs=has_graphs)
     if costs is not None and split.num_shards == 1:
         text += f" {_expect(split, costs, inputs, options, plan)}"
-    text += f" {run.memory}" if run.memory else ""
-    if is_quiet:
-        return
-    bar = trainer.progress_bar_callback
-    if isinstance(bar, TQDMProgressBar) and bar.is_enabled:
-        bar.print(text)
-    else:
-        trainer.print(text)
+    _say(trainer, text + (f" {run.memory}" if run.memory else ""))
+
+
+def _say(trainer: pl.Trainer, text: str) -> None:
+    """Log `text`, or print it above the progress bar."""
+    bar: Any = trainer.progress_bar_callback
+    tell = bar.print if getattr(bar, "is_enabled", False) else rank_zero_info
+    tell(text)
 
 
 def _expect(

@@ -21,6 +21,7 @@ from lightning_gnnpipe.chunks.memory import edge_bytes
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.models import GNN, NodeClassifier
 from lightning_gnnpipe.options import RunOptions, StrategyOptions
+from lightning_gnnpipe.trainer import engine_host
 from tests.helpers.engines import one_process_engine
 from tests.helpers.observed import make_trainer
 
@@ -100,12 +101,15 @@ def plan(**options: Any) -> Any:
 
 def fit(*callbacks: L.Callback, **options: Any) -> L.Trainer:
     free = {"num_chunks": "auto", "balance": "measured", **options}
-    trainer = make_trainer(1, 4, *callbacks, strategy=free, max_epochs=2, enable_model_summary=True)
+    trainer = make_trainer(1, 4, *callbacks, strategy=free, max_epochs=2)
     trainer.fit(*make_inputs())
     return trainer
 
 
-def test_a_run_takes_what_fits_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_takes_what_fits_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine_host, "rank_zero_info", print)
     most, least = plan(num_chunks=4).memory_bytes, plan(num_chunks=4, **ALL).memory_bytes
     assert least < 0.8 * most
     options: dict[str, Any] = {"num_chunks": 4, "memory_gib": (most + least) / 2**31}

@@ -276,12 +276,12 @@ def test_the_start_warns_of_large_gradients(
     monkeypatch.setattr(engine_host, "_MUCH_BYTES", 1)
     monkeypatch.setattr(tied, "D", 64)
     monkeypatch.setattr(engine_host.log, "warning", lambda text, *args: print(text % args))
+    monkeypatch.setattr(engine_host, "rank_zero_info", print)
     for weights in ("whole", "staged"):
         fit(
             tmp_path,
             weights=weights,
             strategy={"balance": "measured"},
-            enable_model_summary=True,
             max_epochs=1,
         )
         out = capfd.readouterr().out
