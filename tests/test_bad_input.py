@@ -184,7 +184,7 @@ def test_a_loader_of_one_graph_is_looked_at_before_the_module_is_traced(
     data, net = graph(x=ONE), Net().eval()
     with pytest.warns(UserWarning, match=r"^'x' is inf at node 3, column 1\. Unless"):
         check_loader(DataLoader([data], batch_size=None))
-    monkeypatch.setattr("lightning_gnnpipe.steps.model.cut_module", lambda *_: pytest.fail())
+    monkeypatch.setattr("lightning_gnnpipe.steps.model.cut_module", lambda *_, **__: pytest.fail())
     engine = one_process_engine(net, num_chunks=N + 1, num_stages=2)  # and a validation comes first
     engine.options.given = replace(engine.options.given, balance="measured")
     with (
