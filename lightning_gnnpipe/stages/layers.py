@@ -1,7 +1,10 @@
 """Cuts a traced graph into layers: segments with one message-passing call each.
 
-Between two calls, the cut goes where the fewest bytes per node are alive. All values alive there
-cross the cut (h; GCNII's x_0; JumpingKnowledge's list), so that any cut can separate two stages.
+Between two calls, the cut goes where the fewest bytes per node are alive, of equal places to the
+last: a layer is a convolution with the norm, activation and dropout behind it. All values alive
+there cross the cut (h; GCNII's x_0; JumpingKnowledge's list), so that any cut can separate two
+stages.
+
 Code behind the last call that mixes rows, such as a readout or a decoder of pairs, is the head:
 every rank runs it on all rows, as it does the loss.
 """
@@ -239,7 +242,7 @@ class _Cutter:
         for call, following in pairwise(self.calls):
             places = range(self.place[call] + 1, self.place[following] + 1)
             if costs := self._row_bytes(places, ROW_KINDS):
-                starts.append(min(costs, key=costs.__getitem__))
+                starts.append(min(reversed(costs), key=costs.__getitem__))
         return starts
 
     def _row_bytes(self, places: Iterable[int], kinds: Collection[Kind]) -> dict[int, int]:

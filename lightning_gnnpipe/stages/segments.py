@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnnpipe.stages.find import contains_passing
-from lightning_gnnpipe.stages.shapes import is_named_write
+from lightning_gnnpipe.stages.shapes import WRITES, is_named_write
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +117,8 @@ def is_inplace(node: fx.Node, root: nn.Module) -> bool:
     """Whether `node`, whose target is looked up in `root`, may overwrite its operands."""
     if node.op in ("placeholder", "output", "get_attr"):
         return False
+    if WRITES in node.meta:
+        return True
     if node.op == "call_module":
         layer = root.get_submodule(str(node.target))
         is_unknown = contains_passing(layer) and not isinstance(layer, MessagePassing)

@@ -25,6 +25,7 @@ _INPLACE_FUNCTIONS = {operator.iadd, operator.imul, operator.isub, operator.itru
 ANSWER = "answer"  # mark of a node that depends on shapes only
 LINE = "line"  # mark: the line of the user's code that made a node
 UNKNOWN = "unknown"  # sizes that depend on the graph, and are none of its numbers of rows
+WRITES = "writes"  # mark of a node that changed its operands in the sample
 
 
 @dataclass(frozen=True, slots=True)

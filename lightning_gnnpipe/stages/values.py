@@ -24,6 +24,7 @@ from lightning_gnnpipe.stages.attributes import Snapshot, random_states, undrawn
 from lightning_gnnpipe.stages.shapes import (
     ANSWER,
     UNKNOWN,
+    WRITES,
     answer_to,
     is_named_write,
     line_of_node,
@@ -277,6 +278,7 @@ class SampleRun:
         for one, version in self._versions_now().items():
             if versions[one] != version:
                 self.writers[one.name].add(node.name)
+                node.meta[WRITES] = True
         if is_named_write(node) and isinstance(node.args[0], fx.Node):  # perhaps of x.data
             place = place_of(first.env[node.args[0]])
             same = (one for one, value in first.env.items() if place and place_of(value) == place)

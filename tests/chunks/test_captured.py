@@ -172,7 +172,7 @@ def test_a_layer_that_waits_runs_eagerly(
     assert "cannot be captured" in texts[0]
     if kind is Waiting and DEVICE.type == "cpu":
         assert captures == 0
-        assert "since layer 1 (" in texts[0]
+        assert "since layer 0 (" in texts[0]
 
 
 @pytest.mark.parametrize("name", ["gat_jk", "batch_norm", "gcnii"])
