@@ -56,7 +56,7 @@ _OTHER_VALUES: dict[str, Any] = {
     "balance": object,
     "history_dtype": (torch.dtype, type(None)),
 }
-_OF_CHUNKS = ("partition", "cross_chunk_edges", "cuda_graphs", "exact_in_chunks")
+_OF_CHUNKS = ("partition", "cross_chunk_edges", "cuda_graphs", "exact_in_chunks", "table_folder")
 _OF_ROWS = ("staleness", "history_dtype", "history_device")
 # What `memory_gib` may set, by its price: seconds, rounding, seconds of exact passes.
 SAVERS: dict[str, Any] = {
@@ -88,6 +88,7 @@ class StrategyOptions:
     recompute: bool = False
     history_dtype: torch.dtype | DtypeName | None = None
     history_device: torch.device | str | None = None
+    table_folder: str | Path | None = None
     cuda_graphs: bool = False
     exact_in_chunks: bool = False
     memory_gib: float | None = None
@@ -157,12 +158,15 @@ class StrategyOptions:
             _refuse(
                 "'history_device' to be a device with memory", device, "Use 'cpu', for instance."
             )
-        if device is not None and self.graph_parallel != 1:
-            _refuse(
-                f"'history_device' to be None with graph_parallel={self.graph_parallel}",
-                device,
-                "Leave it out, or use graph_parallel=1.",
-            )
+        if self.table_folder is not None and device not in (None, "cpu", torch.device("cpu")):
+            _refuse("'history_device' to be 'cpu' with 'table_folder'", device, "Leave it out.")
+        for name in filter(self._is_given, ("history_device", "table_folder")):
+            if self.graph_parallel != 1:
+                _refuse(
+                    f"'{name}' to be None with graph_parallel={self.graph_parallel}",
+                    getattr(self, name),
+                    "Leave it out, or use graph_parallel=1.",
+                )
 
     def _check_effects(self) -> None:
         """Refuse options that have no effect beside the given ones."""
@@ -202,7 +206,8 @@ class StrategyOptions:
             setting = f"graph_parallel={self.graph_parallel}"
             why, use = "memory of shards is only planned, by `gnnpipe plan`", "use more stages"
             self._refuse_given(("memory_gib",), setting, why, use)
-        for name in filter(self._is_given, ("recompute", "graph_parallel", "history_device")):
+        uncaptured = ("recompute", "graph_parallel", "history_device", "table_folder")
+        for name in filter(self._is_given, uncaptured):
             setting = f"{name}={getattr(self, name)!r}"
             why, use = f"chunks with {name} are not captured", f"leave out {name}"
             self._refuse_given(("cuda_graphs",), setting, why, use)
@@ -272,10 +277,12 @@ class StrategyOptions:
     @property
     def histories(self) -> HistoryOptions:
         """How histories are kept."""
-        device = None if self.history_device is None else torch.device(self.history_device)
+        folder = None if self.table_folder is None else Path(self.table_folder)
+        given_device = self.history_device or (None if folder is None else "cpu")
+        device = None if given_device is None else torch.device(given_device)
         given = self.history_dtype
         dtype = getattr(torch, given) if isinstance(given, str) else given
-        return HistoryOptions(self.method, self.recompute, dtype, device)
+        return HistoryOptions(self.method, self.recompute, dtype, device, folder)
 
     def resolve_layout(self, world_size: int) -> tuple[int, int]:
         """Return stages and shards of a replica, S and G; raise ConfigError if they do not fit."""

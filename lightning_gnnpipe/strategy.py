@@ -105,6 +105,9 @@ class GNNPipeStrategy(LightningStrategy):
         history_dtype: Dtype of histories, such as `torch.bfloat16`. None: as computed.
         history_device: Device of histories, such as "cpu" when GPU memory is short. None: where the
             layers compute.
+        table_folder: A folder on a disk with room: histories, their gradients, and inputs of layers
+            in `exact_in_chunks` lie there in mapped files, which the system writes out when memory
+            is short. The same numbers. Files have no name and end with the run. None: in memory.
         cuda_graphs: Replay a chunk's forward, and its backward, by one launch each (CUDA graphs):
             for many chunks of small layers. Not tested on a GPU yet. Steps that a StalenessMonitor
             records run without.
@@ -153,6 +156,7 @@ class GNNPipeStrategy(LightningStrategy):
         recompute: bool = False,
         history_dtype: torch.dtype | DtypeName | None = None,
         history_device: torch.device | str | None = None,
+        table_folder: str | Path | None = None,
         cuda_graphs: bool = False,
         exact_in_chunks: bool = False,
         memory_gib: float | None = None,

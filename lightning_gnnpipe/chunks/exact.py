@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +28,14 @@ from lightning_gnnpipe.staleness import ExactStore, NotYet
 from lightning_gnnpipe.types import Phase
 
 
-def exact_context(plan: ChunkPlan, context: MessageContext) -> MessageContext:
-    """Return a context in which the chunks of `plan` see what they would in `context` at once."""
-    exact = MessageContext(ExactStore(plan, context.store), plan, context.edges)
+def exact_context(
+    plan: ChunkPlan, context: MessageContext, folder: Path | None = None
+) -> MessageContext:
+    """Return a context in which the chunks of `plan` see what they would in `context` at once.
+
+    `folder`: of files for rows of the layers, see `HistoryOptions`.
+    """
+    exact = MessageContext(ExactStore(plan, context.store, folder), plan, context.edges)
     exact.replaced, exact.is_refresh = context.replaced, context.is_refresh
     exact.dtypes = context.dtypes
     return exact
@@ -43,6 +49,7 @@ class ExactStep(Step):
         assert isinstance(spec.context, MessageContext) and isinstance(spec.plan, ChunkPlan)
         assert isinstance(spec.context.store, ExactStore)
         self._store = spec.context.store
+        self._keep = self._store.copies.keep
         self._leaves: dict[int, dict[str, Any]] = {}  # by chunk
         self._received: dict[int, list[Tensor]] = {}
         self._inputs: list[dict[int, dict[str, Any]]] = []  # of each layer, by chunk
@@ -58,7 +65,8 @@ class ExactStep(Step):
     def forward(self) -> list[Tensor]:
         """Run the forward phase; see `Step.forward`."""
         spec, stage, values = self.spec, self._stage, dict[int, dict[str, Any]]()
-        for chunk, received in self._receive("forward", spec.order):
+        for chunk, arrived in self._receive("forward", spec.order):
+            received = list(map(self._keep, arrived))
             leaves = self._leaves[chunk.index] = spec.inputs.slice(chunk, stage.leaves)
             values[chunk.index] = leaves | dict(zip(stage.received, received, strict=True))
             if spec.is_training:
@@ -99,7 +107,7 @@ class ExactStep(Step):
             if self._is_last:
                 pairs = zip(stage.sent, output_grads, spec.outputs, strict=True)
                 given = {name: grad[spec.inputs.places(chunk, v)] for name, grad, v in pairs}
-            self._grads[chunk.index] = given
+            self._grads[chunk.index] = {name: self._keep(one) for name, one in given.items()}
         for segment in reversed(stage.computed):
             inputs = self._inputs.pop()
             self._run_all("backward", partial(self._differentiate_layer, segment, inputs))
@@ -149,7 +157,7 @@ class ExactStep(Step):
     ) -> None:
         values = by_chunk[chunk.index]
         found = self._run(segment, chunk, self._differentiable(segment, values))
-        values.update((name, found[name].detach()) for name in segment.outputs)
+        values.update((name, self._keep(found[name].detach())) for name in segment.outputs)
         for name in unread:
             del values[name]
 
@@ -176,7 +184,7 @@ class ExactStep(Step):
         for source, grad in zip(sources, found, strict=True):
             name = names.get(id(source), "")
             if grad is not None and name:
-                grads[name] = grads[name] + grad if name in grads else grad
+                grads[name] = self._keep(grads[name] + grad if name in grads else grad)
             elif grad is not None:
                 torch.autograd.backward([source], [grad])
         del by_chunk[chunk.index]

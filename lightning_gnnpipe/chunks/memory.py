@@ -14,6 +14,7 @@ import ctypes
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,7 +60,7 @@ def predict_peaks(
     histories, of its shard.
     """
     (options, num_chunks), sizes, found = setting, costs.sizes, []
-    is_cut = num_chunks > 1
+    is_cut, in_memory = num_chunks > 1, options.table_folder is None
     is_piped = is_cut and not (options.exact_in_chunks and len(stages) == 1)
     row_frac *= is_piped and options.cross_chunk_edges == "keep"
 
@@ -71,14 +72,16 @@ def predict_peaks(
         read = {n for one in stage.computed for n in one.inputs if n not in stage.leaves}
         ends = 2 * max((bytes_of([name]) for name in (*read, *stage.sent)), default=0.0)
         saved = [node_frac * one.saved_bytes for one in own]
-        tables = row_frac * sum(_table_bytes(one, options) for one in own)
+        tables = row_frac * in_memory * sum(_table_bytes(one, options) for one in own)
         of_chunk = _RUNNING * max(saved) / num_chunks
         whole, rows = of_chunk * num_chunks, tables / 2  # gradients come later
         again = bytes_of(read) + ends / 2
         exact = rows + whole + (again if options.recompute else sum(saved))
         evaluated = tables + whole * _FORWARD / _RUNNING + 1.5 * ends
         if options.exact_in_chunks and is_cut:  # exchanges what is at the ends of a layer
-            exact, evaluated = rows + bytes_of(read) + ends + of_chunk, tables + 2 * ends + of_chunk
+            ends *= in_memory
+            exact = rows + in_memory * bytes_of(read) + ends + of_chunk
+            evaluated = tables + 2 * ends + of_chunk
         kept = sum(saved) / (num_chunks if options.recompute else 1)
         pipelined = (tables + kept + of_chunk) * is_piped
         held = 1.0 * sizes.given_bytes + _TRAINED * weight
@@ -142,9 +145,9 @@ def fit_memory(
     """
     gib = run.given.memory_gib or 0.0
 
-    def choose(counts: Sequence[int]) -> tuple[Setting, float]:
-        stages = split_layers(layers, counts, repeated)
-        settings = settings_of(replace(run, num_stages=len(counts)), stages, costs)
+    def choose(counts: Sequence[int], **more: Any) -> tuple[Setting, float]:
+        stages, given = split_layers(layers, counts, repeated), replace(run.given, **more)
+        settings = settings_of(replace(run, num_stages=len(counts), given=given), stages, costs)
         weights = weight_bytes(module, stages, run.given.weights)
         predict = partial(predict_peaks, weights, stages, costs)
         setting, num_bytes = choose_setting(settings, predict, gib * GIB)
@@ -158,6 +161,9 @@ def fit_memory(
     more = range(len(counts) + 1, len(layers.segments) + 1)
     tries = ((n, choose(costs.assign_layers(layers, n, repeated))[1]) for n in more)
     fitting = next((f"or Trainer(devices={n}), {b:.3g} GiB each" for n, b in tries if b <= gib), "")
+    if not fitting and run.given.table_folder is None and not run.given.cuda_graphs:
+        on_disk = choose(counts, table_folder=".")[1]
+        fitting = f"or table_folder='FOLDER' on a disk, {on_disk:.3g} GiB"
     raise ConfigError(
         f"Training does not fit into memory_gib={gib:g}: it would take {needed:.3g} GiB.\n"
         f"That is the least, with num_chunks={setting[1]}{text}.\n"

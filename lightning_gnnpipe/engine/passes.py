@@ -166,7 +166,7 @@ class Passes:
         seed = self._options.seed
         order = chunk_order(plan.num_chunks, epoch=self._seeds.step_index, seed=seed)
         if by_layer:
-            context = exact_context(plan, context)
+            context = exact_context(plan, context, self._options.given.histories.folder)
         spec = self._spec(mode, plan, order, inputs, context, is_exact, is_training)
         return replace(spec, by_layer=True, recompute=True) if by_layer else spec
 

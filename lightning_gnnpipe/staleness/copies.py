@@ -1,18 +1,24 @@
-"""Copies between layers on a GPU and histories on the host, which do not stop the host.
+"""Tables of histories, and copies between a GPU and the host, which do not stop the host.
 
     compute stream   c: layers .. rows .. layers ..   c + 1: layers .. rows .. layers
     copy stream                     `-> host                             `-> host
     host             c + 1 reads rows of c: waits for that copy alone, gathers, starts the copy back
 
-Tables on the host lie in pinned memory. Between other devices copies are plain, and done at once.
+Tables on the host lie in pinned memory, or in files. Between other devices copies are plain, and
+done at once.
 """
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from lightning_gnnpipe.errors import ConfigError
 
 Wait = Callable[[], object]
 
@@ -22,15 +28,52 @@ def done() -> None:
 
 
 class HostCopies:
-    """Starts copies in both directions; `device` of histories is None for that of the layers."""
+    """Makes tables, and starts copies in both directions.
 
-    def __init__(self, device: torch.device | None) -> None:
+    `device` of histories is None for that of the layers; `folder`: of files for tables on the host.
+    """
+
+    def __init__(self, device: torch.device | None, folder: Path | None = None) -> None:
         is_host = device is not None and device.type == "cpu"
         self._pins = is_host and torch.cuda.is_available()
+        self._folder = folder
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def table(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return uninitialised memory on `device`; pinned if it is the host of layers on a GPU."""
+        """Return memory on `device`, not initialised; on the host in a file, if there is a folder.
+
+        Raises:
+            ConfigError: If the folder has no room.
+        """
+        if self._folder is None or device.type != "cpu" or 0 in shape:
+            return self.buffer(shape, dtype, device)
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            number, path = tempfile.mkstemp(prefix="table-", dir=self._folder)
+            try:
+                os.posix_fallocate(number, 0, num_bytes)  # or a full disk would end the process
+                whole = torch.UntypedStorage.from_file(path, True, num_bytes)
+            finally:
+                os.close(number)
+                os.unlink(path)  # the file lives as long as the tensor
+        except OSError as error:
+            raise ConfigError(
+                expected=f"a folder with room for {num_bytes / 2**30:.3g} GiB more as "
+                "'table_folder'",
+                found=f"{error.strerror}: {self._folder}",
+                remedy="Name a folder on a larger disk, or leave it out.",
+            ) from error
+        return torch.tensor([], dtype=dtype).set_(whole).view(tuple(shape))
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Return the same values in a table of their own, if tables are files."""
+        if self._folder is None or tensor.device.type != "cpu":
+            return tensor
+        return self.table(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory on `device`, not initialised; pinned if it is the host of a GPU."""
         pins = self._pins and device.type == "cpu"
         return torch.empty(tuple(shape), dtype=dtype, device=device, pin_memory=pins)
 
@@ -55,11 +98,11 @@ class HostCopies:
         if (rows.dtype, rows.device) == (out.dtype, out.device):
             torch.index_select(rows, 0, positions, out=out)
             return
-        found = self.table((positions.numel(), *rows.shape[1:]), rows.dtype, rows.device)
+        found = self.buffer((positions.numel(), *rows.shape[1:]), rows.dtype, rows.device)
         torch.index_select(rows, 0, positions, out=found)
         out.copy_(found, non_blocking=True)
 
     def bring(self, rows: Tensor, device: torch.device) -> Tensor:
         """Return a copy of `rows` on `device`, in the order of its stream."""
-        found = self.table(rows.shape, rows.dtype, rows.device).copy_(rows)
+        found = self.buffer(rows.shape, rows.dtype, rows.device).copy_(rows)
         return found.to(device, non_blocking=True)

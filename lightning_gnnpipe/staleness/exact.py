@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
+from lightning_gnnpipe.staleness.method import HistoryOptions
 from lightning_gnnpipe.staleness.moments import float_of, mean_and_var, row_sums
 from lightning_gnnpipe.staleness.store import NEVER, GradientBuffer, HistoryStore
 
@@ -23,11 +25,13 @@ class ExactStore(HistoryStore):
     """Rows, statistics and gradients of one layer, each written once by each chunk.
 
     A chunk that runs again writes nothing a second time. `num_written` counts what chunks wrote.
-    `histories`: get the rows as well, for later steps.
+    `histories`: get the rows as well, for later steps. `folder`: see `HistoryOptions`.
     """
 
-    def __init__(self, plan: ChunkPlan, histories: HistoryStore | None) -> None:
-        super().__init__(plan.num_rows, plan.num_chunks)
+    def __init__(
+        self, plan: ChunkPlan, histories: HistoryStore | None, folder: Path | None = None
+    ) -> None:
+        super().__init__(plan.num_rows, plan.num_chunks, HistoryOptions(folder=folder))
         self._histories, self._all = histories, plan.whole.chunks[0]
         self.linear_scale = self.message_scale = 1.0
         self.num_written = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -62,12 +63,14 @@ class HistoryOptions:
         dtype: Dtype of rows and, unless float16, of output gradients of linear layers; None keeps
             the dtype of pushed rows.
         device: Device of rows and gradients; None for the device of the layers.
+        folder: Folder of files in which tables on the host lie; None for memory.
     """
 
     method: StalenessMethod = METHODS["constant"]
     recomputes: bool = False
     dtype: torch.dtype | None = None
     device: torch.device | None = None
+    folder: Path | None = None
 
     def seen_from(self, device: torch.device) -> HistoryOptions:
         """Replace the device by None if it is `device`, where the layers compute."""

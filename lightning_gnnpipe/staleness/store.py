@@ -69,7 +69,7 @@ class HistoryStore:
         self.step = 0
         self.recorder: StalenessRecorder | None = None
         self.moments = MomentStore(num_chunks)
-        self._copies = HostCopies(options.device)
+        self.copies = HostCopies(options.device, options.folder)
         self._entries: dict[Hashable, _History] = {}
         self._pushed: set[Hashable] = set()  # since the last forward phase of training
         self._halos: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the halo, which is kept alive
@@ -120,14 +120,14 @@ class HistoryStore:
             self.moments.after_forward()
         if takes_snapshot:
             for entry in self._entries.values():
-                entry.take_snapshot()
+                entry.take_snapshot(self.copies)
         self._pushed.clear()
 
     def on_renewed(self) -> None:
         """Renew snapshots after an exact pass outside training has written all rows."""
         for key in self._pushed:
             if self._entries[key].kept is not None:
-                self._entries[key].take_snapshot()
+                self._entries[key].take_snapshot(self.copies)
         self._pushed.clear()
 
     def end_step(self) -> None:
@@ -189,7 +189,7 @@ class HistoryStore:
         entry.is_filled = step != NEVER
         entry.note_all()
         if kept is not None:
-            entry.kept = torch.empty_like(entry.rows).copy_(kept)
+            entry.kept = entry.new_table(self.copies).copy_(kept)
             entry.kept_written = [kept_step] * self.num_chunks
 
     def push(self, key: Hashable, chunk: Chunk, rows: Tensor, *, keeps_old: bool = False) -> None:
@@ -206,12 +206,12 @@ class HistoryStore:
             self.recorder.record_drift(key, stale=target, fresh=rows.to(target.device))
         if keeps_old and not chunk.is_whole:
             if entry.old is None:
-                entry.old = torch.empty_like(entry.rows)
+                entry.old = entry.new_table(self.copies)
             entry.old[chunk.start : chunk.end] = target
         if self.is_local:
             target.copy_(rows)
         else:
-            entry.arriving |= dict.fromkeys(chunks, self._copies.send(rows, target))
+            entry.arriving |= dict.fromkeys(chunks, self.copies.send(rows, target))
             target = rows.to(target.dtype)  # as stored, but where the layers compute
         if entry.drift is not None and chunk.is_whole:
             entry.drift.replace(target)
@@ -247,7 +247,7 @@ class HistoryStore:
 
     def fetch(self, table: Tensor, chunk: Chunk, out: Tensor) -> None:
         """Copy the halo rows of a history to `out`, `[num_halo, *]`, of another dtype or device."""
-        self._copies.fetch(table, self._halo(chunk), out)
+        self.copies.fetch(table, self._halo(chunk), out)
 
     def read_again(self, key: Hashable, chunk: Chunk, out: Tensor) -> Tensor | None:
         """Write the halo rows to `out`, `[num_halo, *]`, as `read` gave them; return the drift."""
@@ -258,7 +258,7 @@ class HistoryStore:
         for source, target, positions in zip(chunk.halo_chunks, *parts, strict=True):
             rows = entry.old if self.order.is_stale(chunk.index, source) else entry.rows
             assert rows is not None
-            self._copies.fetch(rows, positions, target)
+            self.copies.fetch(rows, positions, target)
         return None if entry.drift is None or chunk.is_whole else entry.drift.seen[chunk.index]
 
     def push_grad(self, key: Hashable, chunk: Chunk, grad: Tensor) -> None:
@@ -273,7 +273,7 @@ class HistoryStore:
         if taken is None:
             return own
         if not self.is_local:
-            taken = self._copies.bring(taken, own.device)
+            taken = self.copies.bring(taken, own.device)
         scale = self.linear_scale if is_linear else self.message_scale
         return torch.add(own, taken.to(own.dtype), alpha=scale)
 
@@ -302,10 +302,10 @@ class HistoryStore:
         if entry is not None and entry.rows.dtype != dtype:  # under autocast passes may differ
             entry.settle()
             wider = torch.promote_types(entry.rows.dtype, dtype)
-            entry.rows = self._copies.table(shape, wider, device).copy_(entry.rows)
+            entry.rows = self.copies.table(shape, wider, device).copy_(entry.rows)
         if entry is None:
-            table = self._copies.table(shape, dtype, device)
-            grads = GradientBuffer(table, self.options, self._copies)
+            table = self.copies.table(shape, dtype, device)
+            grads = GradientBuffer(table, self.options, self.copies)
             entry = self._entries[key] = _History(table, [NEVER] * self.num_chunks, grads)
             if self._ends is not None and rows.is_floating_point():
                 entry.drift = MeanDrift(self._ends)
@@ -343,10 +343,14 @@ class _History:
         if self.drift is not None:
             self.drift.replace(self.rows)
 
-    def take_snapshot(self) -> None:
+    def new_table(self, copies: HostCopies) -> Tensor:
+        """Return memory like the rows."""
+        return copies.table(self.rows.shape, self.rows.dtype, self.rows.device)
+
+    def take_snapshot(self, copies: HostCopies) -> None:
         self.settle()
         if self.kept is None or self.kept.dtype != self.rows.dtype:
-            self.kept = torch.empty_like(self.rows)
+            self.kept = self.new_table(copies)
         self.kept.copy_(self.rows)
         self.kept_written = list(self.written)
 
@@ -488,7 +492,7 @@ class GradientBuffer:
         if total.device == grad.device:
             total.index_add_(0, positions, grad)
             return
-        place = self._copies.table(grad.shape, grad.dtype, total.device)
+        place = self._copies.buffer(grad.shape, grad.dtype, total.device)
         self._arriving.append((positions, place, self._copies.send(grad, place)))
 
     def take(self, rows: slice | Tensor) -> Tensor | None:
@@ -529,7 +533,7 @@ class GradientBuffer:
         """Return the buffer, shaped like the history; a change of dtype clears it."""
         if self.total is None or self.total.dtype != dtype:
             self._arriving.clear()
-            self.total = torch.zeros(self._shape, dtype=dtype, device=self._device)
+            self.total = self._copies.table(self._shape, dtype, self._device).zero_()
         self._has_any = True
         return self.total
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -27,6 +28,7 @@ def one_process_engine(
     recompute: bool = False,
     history_dtype: torch.dtype | None = None,
     history_device: torch.device | None = None,
+    table_folder: Path | None = None,
     self_check: bool = True,
     rank: int = 0,
     num_shards: int = 1,
@@ -53,6 +55,7 @@ def one_process_engine(
         recompute=recompute,
         history_dtype=history_dtype,
         history_device=history_device,
+        table_folder=table_folder,
         balance="uniform",
         self_check=self_check,
         given=method,
