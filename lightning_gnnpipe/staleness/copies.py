@@ -47,13 +47,14 @@ class HostCopies:
         """
         if self._folder is None or device.type != "cpu" or 0 in shape:
             return self.buffer(shape, dtype, device)
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        size = torch.Size(shape).numel()
+        num_bytes = size * dtype.itemsize
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             number, path = tempfile.mkstemp(prefix="table-", dir=self._folder)
             try:
                 os.posix_fallocate(number, 0, num_bytes)  # or a full disk would end the process
-                whole = torch.UntypedStorage.from_file(path, True, num_bytes)
+                found = torch.from_file(path, shared=True, size=size, dtype=dtype)
             finally:
                 os.close(number)
                 os.unlink(path)  # the file lives as long as the tensor
@@ -64,7 +65,7 @@ class HostCopies:
                 found=f"{error.strerror}: {self._folder}",
                 remedy="Name a folder on a larger disk, or leave it out.",
             ) from error
-        return torch.tensor([], dtype=dtype).set_(whole).view(tuple(shape))
+        return found.view(tuple(shape))
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Return the same values in a table of their own, if tables are files."""

@@ -182,22 +182,25 @@ def test_a_refusal_counts_weights_once_for_each_number_of_stages() -> None:
     _, data = make_inputs()
     net = Counted(8, WIDTH, 3, NUM_LAYERS, 0.0)
     trainer = make_trainer(1, 4, strategy={"num_chunks": "auto", "memory_gib": 1e-6})
-    with pytest.raises(ConfigError, match="more stages do not suffice"):
+    with pytest.raises(ConfigError, match=r"or table_folder='FOLDER' on a disk"):
         trainer.fit(NodeClassifier(net, 3), data)
     assert net.num_counts < 100
 
 
-def test_what_cannot_fit_is_refused_with_what_would() -> None:
+def test_what_cannot_fit_is_refused_with_what_would(tmp_path: Path) -> None:
     text = (
         r"Training does not fit into memory_gib=1e-06: it would take (\S+) GiB\.\n"
         r"That is the least, with num_chunks=\d+.*\.\n"
-        r"Write memory_gib=(\S+), since more stages do not suffice\."
+        r"Write memory_gib=(\S+), or table_folder='FOLDER' on a disk, (\S+) GiB\."
     )
     with pytest.raises(ConfigError, match=text) as caught:
         fit(memory_gib=1e-6)
     found = re.search(text, str(caught.value))
-    assert found is not None and float(found[1]) < float(found[2])
+    assert found is not None and float(found[3]) < float(found[1]) < float(found[2])
     fit(memory_gib=float(found[2]))
+    fit(memory_gib=1.01 * float(found[3]), table_folder=tmp_path)
+    with pytest.raises(ConfigError, match="more stages do not suffice"):
+        fit(memory_gib=1e-6, table_folder=tmp_path)
     with pytest.raises(ConfigError, match=r"or Trainer\(devices=[2-9]\), \S+ GiB each\."):
         fit(memory_gib=0.9 * float(found[1]))
 
