@@ -272,7 +272,7 @@ def test_p4_what_is_right_on_chunks_passes(kind: Callable[[], nn.Module], traini
     [
         (
             base(lambda self, x, e: x - x.mean(dim=0, keepdim=True)),
-            "same values .* a difference of .* begins in or next to layer 'convs.1'",
+            "same values .* a difference of .* begins in or next to layer 'convs.0'",
         ),
         (
             base(lambda self, x, e: torch.zeros_like(x).index_add(0, e[0], x[e[1]])),
@@ -280,11 +280,11 @@ def test_p4_what_is_right_on_chunks_passes(kind: Callable[[], nn.Module], traini
         ),
         (with_part(Counter), "changes no buffer .* a change of"),
         (base(stop_gradients), "one mode of autograd .* torch.no_grad"),
-        (with_part(CentersGradients), "same gradients .* begins in or next to layer 'convs.1'"),
-        (with_part(Gated), "same values .* begins in or next to layer 'convs.1'"),
+        (with_part(CentersGradients), "same gradients .* begins in or next to layer 'convs.0'"),
+        (with_part(Gated), "same values .* begins in or next to layer 'convs.0'"),
         (
             with_part(lambda: nn.Sequential(CentersGradients(), Scale())),
-            "same gradients .* begins in or next to layer 'convs.1'",
+            "same gradients .* begins in or next to layer 'convs.0'",
         ),
         (lambda: Base(Picky), "pass messages equally often on each chunk .*passes more"),
     ],
