@@ -285,6 +285,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--exact-in-chunks", type=flag, default=False)
     add("--memory-gib", type=float)
     add("--history-device", help="of rows; else that of the layers")
+    add("--table-folder", help="of files for histories and inputs of layers; else memory")
     add("--accelerator", choices=["cpu", "gpu"], default="cpu")
     add("--precision", default="32-true", help="of the Trainer")
     add("--graph", help="a file that holds the graph, instead of the synthetic one")
@@ -360,6 +361,7 @@ def make_strategy(options: argparse.Namespace) -> GNNPipeStrategy:
         recompute=options.recompute,
         history_dtype=options.histories,
         history_device=options.history_device,
+        table_folder=options.table_folder,
         cuda_graphs=options.cuda_graphs,
         exact_in_chunks=options.exact_in_chunks,
         memory_gib=options.memory_gib,
