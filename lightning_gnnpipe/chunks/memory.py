@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -161,9 +162,10 @@ def fit_memory(
     more = range(len(counts) + 1, len(layers.segments) + 1)
     tries = ((n, choose(costs.assign_layers(layers, n, repeated))[1]) for n in more)
     fitting = next((f"or Trainer(devices={n}), {b:.3g} GiB each" for n, b in tries if b <= gib), "")
-    if not fitting and run.given.table_folder is None and not run.given.cuda_graphs:
-        on_disk = choose(counts, table_folder=".")[1]
-        fitting = f"or table_folder='FOLDER' on a disk, {on_disk:.3g} GiB"
+    with suppress(ConfigError):  # another option forbids files
+        on_disk = choose(counts, table_folder="FOLDER")[1]
+        if not fitting and on_disk < needed:
+            fitting = f"or table_folder='FOLDER' on a disk, {on_disk:.3g} GiB"
     raise ConfigError(
         f"Training does not fit into memory_gib={gib:g}: it would take {needed:.3g} GiB.\n"
         f"That is the least, with num_chunks={setting[1]}{text}.\n"

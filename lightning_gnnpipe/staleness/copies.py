@@ -30,7 +30,8 @@ def done() -> None:
 class HostCopies:
     """Makes tables, and starts copies in both directions.
 
-    `device` of histories is None for that of the layers; `folder`: of files for tables on the host.
+    `device`: of histories; None for that of the layers. `folder`: where tables on the host are
+    files; None for memory.
     """
 
     def __init__(self, device: torch.device | None, folder: Path | None = None) -> None:
@@ -40,7 +41,7 @@ class HostCopies:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def table(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory on `device`, not initialised; on the host in a file, if there is a folder.
+        """Return a table on `device`, not initialised; on the host it is a file of the folder.
 
         Raises:
             ConfigError: If the folder has no room.
@@ -68,7 +69,7 @@ class HostCopies:
         return found.view(tuple(shape))
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Return the same values in a table of their own, if tables are files."""
+        """Return a copy in a file; the tensor itself if tables are memory."""
         if self._folder is None or tensor.device.type != "cpu":
             return tensor
         return self.table(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)

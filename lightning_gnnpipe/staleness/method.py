@@ -63,7 +63,7 @@ class HistoryOptions:
         dtype: Dtype of rows and, unless float16, of output gradients of linear layers; None keeps
             the dtype of pushed rows.
         device: Device of rows and gradients; None for the device of the layers.
-        folder: Folder of files in which tables on the host lie; None for memory.
+        folder: Folder of files that hold the tables on the host; None for memory.
     """
 
     method: StalenessMethod = METHODS["constant"]

@@ -117,7 +117,8 @@ class EngineHost:
                 "compiled.",
                 ", ".join(compiled),
             )
-        if is_fitting and (options.memory_gib or options.table_folder) is not None:
+        saves_memory = options.memory_gib is not None or options.table_folder is not None
+        if is_fitting and saves_memory:
             return_freed_memory()
         self._found = find_pipelined(module, options.pipelined_module)
         self._is_called, pipelined = False, self._found.module
