@@ -129,7 +129,7 @@ def cut_layers(
     cutter = _Cutter(nodes, output, values, calls, free, root)
     end = None
     if Kind.GRAPH not in output_kinds:  # in a batch of graphs, pools run on chunks
-        if not any(is_inplace(node, root) for node in nodes):
+        if not any(map(is_inplace, nodes)):
             cutter.put_off()
         end = cutter.head(output_kinds)
     nodes, head = cutter.nodes, None

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
-from torch_geometric.nn import MessagePassing
 
-from lightning_gnnpipe.stages.find import contains_passing
 from lightning_gnnpipe.stages.shapes import WRITES, is_named_write
 
 
@@ -77,7 +75,7 @@ def _make_segment(index: int, graph: fx.Graph, outputs: Iterable[str], root: nn.
     """Return the segment that runs `graph`; its targets are looked up in `root`."""
     module = fx.GraphModule(root, graph)
     inputs = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
-    has_inplace = any(is_inplace(node, module) for node in graph.nodes)
+    has_inplace = any(map(is_inplace, graph.nodes))
     return Segment(index, module, inputs, tuple(outputs), has_inplace)
 
 
@@ -113,14 +111,6 @@ def build_segment(
     return _make_segment(index, graph, outputs, root)
 
 
-def is_inplace(node: fx.Node, root: nn.Module) -> bool:
-    """Whether `node`, whose target is looked up in `root`, may overwrite its operands."""
-    if node.op in ("placeholder", "output", "get_attr"):
-        return False
-    if WRITES in node.meta:
-        return True
-    if node.op == "call_module":
-        layer = root.get_submodule(str(node.target))
-        is_unknown = contains_passing(layer) and not isinstance(layer, MessagePassing)
-        return is_unknown or any(getattr(m, "inplace", False) is True for m in layer.modules())
-    return is_named_write(node)
+def is_inplace(node: fx.Node) -> bool:
+    """Whether `node` overwrites its operands, as it did in the sample, or by its name."""
+    return WRITES in node.meta or is_named_write(node)
