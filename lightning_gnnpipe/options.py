@@ -246,6 +246,11 @@ class StrategyOptions:
         return {name: one for name, one in ours.items() if one != getattr(given, name)}
 
     @property
+    def saves_memory(self) -> bool:
+        """Whether memory that chunks have freed goes back to the system."""
+        return self.exact_in_chunks or self.table_folder is not None
+
+    @property
     def of_chunks(self) -> list[str]:
         """Names of given options that only act on a graph in several chunks."""
         return list(filter(self._is_given, (*_OF_CHUNKS, *_OF_ROWS, "memory_gib")))

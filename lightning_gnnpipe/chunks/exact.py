@@ -13,29 +13,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_gnnpipe._compat_torch import leaves_behind
+from lightning_gnnpipe.chunks.allocator import return_freed_memory
 from lightning_gnnpipe.chunks.step import PassSpec, Step, kept_buffers, run_segments
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
 from lightning_gnnpipe.passing import MessageContext
 from lightning_gnnpipe.stages import Segment, restored_on_errors
-from lightning_gnnpipe.staleness import ExactStore, NotYet
+from lightning_gnnpipe.staleness import ExactStore, HostCopies, NotYet
 from lightning_gnnpipe.types import Phase
 
 
 def exact_context(
-    plan: ChunkPlan, context: MessageContext, folder: Path | None = None
+    plan: ChunkPlan, context: MessageContext, copies: HostCopies | None = None
 ) -> MessageContext:
     """Return a context in which the chunks of `plan` see what they would in `context` at once.
 
-    `folder`: of files for rows of the layers, see `HistoryOptions`.
+    `copies`: make tables for rows of the layers.
     """
-    exact = MessageContext(ExactStore(plan, context.store, folder), plan, context.edges)
+    exact = MessageContext(ExactStore(plan, context.store, copies), plan, context.edges)
     exact.replaced, exact.is_refresh = context.replaced, context.is_refresh
     exact.dtypes = context.dtypes
     return exact
@@ -49,7 +49,7 @@ class ExactStep(Step):
         assert isinstance(spec.context, MessageContext) and isinstance(spec.plan, ChunkPlan)
         assert isinstance(spec.context.store, ExactStore)
         self._store = spec.context.store
-        self._keep = self._store.copies.keep
+        self._copies = self._store.copies
         self._leaves: dict[int, dict[str, Any]] = {}  # by chunk
         self._received: dict[int, list[Tensor]] = {}
         self._inputs: list[dict[int, dict[str, Any]]] = []  # of each layer, by chunk
@@ -66,7 +66,7 @@ class ExactStep(Step):
         """Run the forward phase; see `Step.forward`."""
         spec, stage, values = self.spec, self._stage, dict[int, dict[str, Any]]()
         for chunk, arrived in self._receive("forward", spec.order):
-            received = list(map(self._keep, arrived))
+            received = list(map(self._copies.keep, arrived))
             leaves = self._leaves[chunk.index] = spec.inputs.slice(chunk, stage.leaves)
             values[chunk.index] = leaves | dict(zip(stage.received, received, strict=True))
             if spec.is_training:
@@ -94,6 +94,8 @@ class ExactStep(Step):
             del values[chunk.index]
         if self._targets["forward"] is not None:
             spec.transport.flush()
+        if not spec.is_training:
+            self._copies.give_back()
         return self._collect(outputs)
 
     def backward(self, output_grads: Sequence[Tensor], before_last: Callable[[], None]) -> None:
@@ -107,7 +109,7 @@ class ExactStep(Step):
             if self._is_last:
                 pairs = zip(stage.sent, output_grads, spec.outputs, strict=True)
                 given = {name: grad[spec.inputs.places(chunk, v)] for name, grad, v in pairs}
-            self._grads[chunk.index] = {name: self._keep(one) for name, one in given.items()}
+            self._grads[chunk.index] = {n: self._copies.keep(one) for n, one in given.items()}
         for segment in reversed(stage.computed):
             inputs = self._inputs.pop()
             self._run_all("backward", partial(self._differentiate_layer, segment, inputs))
@@ -122,6 +124,7 @@ class ExactStep(Step):
                 if stage.values[name].requires_grad
             ]
             self._send("backward", chunk, found)
+        self._copies.give_back()  # who writes them next has heard from the rank that reads them
 
     def _chunks(self, order: Sequence[int]) -> list[Chunk]:
         assert isinstance(self.spec.plan, ChunkPlan)
@@ -141,6 +144,8 @@ class ExactStep(Step):
                         left.append(chunk)
             assert len(left) < len(waiting) or self._store.num_written > before, "chunks wait"
             waiting = left
+            if self.spec.saves_memory:
+                return_freed_memory()
 
     def _run(self, segment: Segment, chunk: Chunk, inputs: Mapping[str, Any]) -> dict[str, Any]:
         values = dict(inputs)
@@ -157,9 +162,11 @@ class ExactStep(Step):
     ) -> None:
         values = by_chunk[chunk.index]
         found = self._run(segment, chunk, self._differentiable(segment, values))
-        values.update((name, self._keep(found[name].detach())) for name in segment.outputs)
+        values.update((n, self._copies.keep(found[n].detach())) for n in segment.outputs)
         for name in unread:
-            del values[name]
+            value = values.pop(name)
+            if not self.spec.is_training and isinstance(value, Tensor):
+                self._copies.give_back([value])
 
     def _differentiate_layer(
         self, segment: Segment, by_chunk: dict[int, dict[str, Any]], chunk: Chunk
@@ -178,13 +185,14 @@ class ExactStep(Step):
                 found += torch.autograd.grad(
                     outputs, sources, of_outputs, retain_graph=True, allow_unused=True
                 )
-        for name in ends:
-            grads.pop(name, None)
+        self._copies.give_back(grads.pop(name, None) for name in ends)
         names = {id(inputs[name]): name for name in inputs if not name.startswith("leaf_")}
         for source, grad in zip(sources, found, strict=True):
             name = names.get(id(source), "")
             if grad is not None and name:
-                grads[name] = self._keep(grads[name] + grad if name in grads else grad)
+                total = grads[name] + grad if name in grads else grad
+                self._copies.give_back([grads.pop(name, None)])
+                grads[name] = self._copies.keep(total)
             elif grad is not None:
                 torch.autograd.backward([source], [grad])
         del by_chunk[chunk.index]

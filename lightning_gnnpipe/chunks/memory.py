@@ -10,7 +10,6 @@ Beside these one layer runs: on all nodes, or on a chunk.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -171,14 +170,3 @@ def fit_memory(
         f"That is the least, with num_chunks={setting[1]}{text}.\n"
         f"Write memory_gib={1.01 * needed:.3g}, {fitting or 'since more stages do not suffice'}."
     )
-
-
-def return_freed_memory() -> None:
-    """Have glibc return tensors from 1 MiB on to the system, not keep pieces of up to 32 MiB."""
-    try:
-        library = ctypes.CDLL(None)
-        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-            library.mallopt(option, 2**20)
-        library.malloc_trim(0)
-    except (AttributeError, OSError, TypeError):  # another C library
-        return

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from lightning_gnnpipe.chunks.allocator import return_freed_memory
 from lightning_gnnpipe.chunks.captured import CapturedChunks, ChunkState, Seeding, SeedOf
 from lightning_gnnpipe.chunks.inputs import PassInputs
 from lightning_gnnpipe.chunks.step_trace import TraceEvent
@@ -59,6 +60,7 @@ class PassSpec:
         recompute: Whether backward recomputes activations.
         codecs: Codecs of messages between stages.
         captured: Runs chunks as CUDA graphs, if asked for.
+        saves_memory: Whether memory that chunks have freed goes back to the system.
         by_layer: Whether all chunks run a layer before any runs the next; see `ExactStep`.
     """
 
@@ -73,6 +75,7 @@ class PassSpec:
     is_training: bool
     recompute: bool
     codecs: Codecs
+    saves_memory: bool = False
     captured: CapturedChunks | None = None
     by_layer: bool = False
 
@@ -203,6 +206,8 @@ class Step:
         if target is not None:
             codec = self.spec.codecs.of(phase)
             self.spec.transport.send(target, Label(phase, chunk.index), tensors, codec)
+        if self.spec.saves_memory:
+            return_freed_memory()
 
     @contextmanager
     def _timed(self, phase: Phase, chunk: int) -> Iterator[None]:

@@ -44,7 +44,7 @@ from lightning_gnnpipe.graph import (
 )
 from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.passing import MessageContext
-from lightning_gnnpipe.staleness import HistoryOptions, HistoryStore
+from lightning_gnnpipe.staleness import FreeTables, HistoryOptions, HistoryStore
 
 if TYPE_CHECKING:
     from lightning_gnnpipe.engine.resume import SavedHistories, SavedRun
@@ -58,7 +58,7 @@ class PlannedGraph:
     """One graph, or this rank's shard of it.
 
     `cut_frac`: share of edges between chunks, 0 if dropped. `reading` serves passes that write no
-    histories.
+    histories. `free_tables`: of exact passes in chunks.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class PlannedGraph:
         self.inputs = PlannedInputs(plan)
         store = None if plan.shard is None else SharedStore(plan, transport, keeps_rows=False)
         self.reading = MessageContext(store, plan)
+        self.free_tables: FreeTables = {}
 
 
 class Histories:

@@ -44,6 +44,7 @@ from lightning_gnnpipe.layers import NativeContext, intercept, tracks_statistics
 from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.passing import MessageContext
 from lightning_gnnpipe.stages import Layers, switched
+from lightning_gnnpipe.staleness import HostCopies
 from lightning_gnnpipe.steps import Controls, Mode, PassSeeds, PipelinedModel
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class Passes:
         self.sends_exactly = messages.is_exact
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
         self._has_met_several = False  # graphs in a batch
+        self._is_on_host = transport.world.device.type == "cpu"
 
     def mode(self, call: Call, inputs: Inputs, key: InputKey | None) -> Mode:
         """Return the stages for these arguments, traced if new; `key`: None for several graphs."""
@@ -166,7 +168,8 @@ class Passes:
         seed = self._options.seed
         order = chunk_order(plan.num_chunks, epoch=self._seeds.step_index, seed=seed)
         if by_layer:
-            context = exact_context(plan, context, self._options.given.histories.folder)
+            copies = HostCopies(None, self._options.given.histories.folder, graph.free_tables)
+            context = exact_context(plan, context, copies)
         spec = self._spec(mode, plan, order, inputs, context, is_exact, is_training)
         return replace(spec, by_layer=True, recompute=True) if by_layer else spec
 
@@ -201,6 +204,7 @@ class Passes:
             is_training=is_training,
             recompute=self._options.given.recompute,
             codecs=self._cut_codecs[is_exact],
+            saves_memory=self._options.given.saves_memory and self._is_on_host,
         )
 
     def run_exact(self, spec: PassSpec) -> tuple[list[Tensor], bool]:

@@ -1,5 +1,6 @@
 """Histories of rows, and the methods for stale rows."""
 
+from lightning_gnnpipe.staleness.copies import FreeTables, HostCopies
 from lightning_gnnpipe.staleness.exact import ExactStore, NotYet
 from lightning_gnnpipe.staleness.method import (
     DENSE,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_gnnpipe.errors import ConfigError
 
 Wait = Callable[[], object]
+FreeTables = dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]]
 
 
 def done() -> None:
@@ -31,13 +32,19 @@ class HostCopies:
     """Makes tables, and starts copies in both directions.
 
     `device`: of histories; None for that of the layers. `folder`: where tables on the host are
-    files; None for memory.
+    files; None for memory. `free`: files that are used again, with what `give_back` adds to them.
     """
 
-    def __init__(self, device: torch.device | None, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | None,
+        folder: Path | None = None,
+        free: FreeTables | None = None,
+    ) -> None:
         is_host = device is not None and device.type == "cpu"
         self._pins = is_host and torch.cuda.is_available()
-        self._folder = folder
+        self._folder, self._free = folder, free
+        self._lent: dict[int, Tensor] = {}  # by address, what `give_back` may take
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def table(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -48,11 +55,28 @@ class HostCopies:
         """
         if self._folder is None or device.type != "cpu" or 0 in shape:
             return self.buffer(shape, dtype, device)
+        if self._free is None:
+            return self._map(self._folder, shape, dtype)
+        known = self._free.get((tuple(shape), dtype))
+        found = known.pop() if known else self._map(self._folder, shape, dtype)
+        self._lent[found.data_ptr()] = found
+        return found
+
+    def give_back(self, tensors: Iterable[Tensor | None] | None = None) -> None:
+        """Let later tables use the files of `tensors`, by default of all; the rest is ignored."""
+        given = [*self._lent.values()] if tensors is None else tensors
+        for one in given:
+            table = None if one is None else self._lent.pop(one.data_ptr(), None)
+            if table is not None and self._free is not None:
+                self._free.setdefault((tuple(table.shape), table.dtype), []).append(table)
+
+    @staticmethod
+    def _map(folder: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         size = torch.Size(shape).numel()
         num_bytes = size * dtype.itemsize
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            number, path = tempfile.mkstemp(prefix="table-", dir=self._folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            number, path = tempfile.mkstemp(prefix="table-", dir=folder)
             try:
                 os.posix_fallocate(number, 0, num_bytes)  # or a full disk would end the process
                 found = torch.from_file(path, shared=True, size=size, dtype=dtype)
@@ -63,7 +87,7 @@ class HostCopies:
             raise ConfigError(
                 expected=f"a folder with room for {num_bytes / 2**30:.3g} GiB more as "
                 "'table_folder'",
-                found=f"{error.strerror}: {self._folder}",
+                found=f"{error.strerror}: {folder}",
                 remedy="Name a folder on a larger disk, or leave it out.",
             ) from error
         return found.view(tuple(shape))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
-from lightning_gnnpipe.staleness.method import HistoryOptions
+from lightning_gnnpipe.staleness.copies import HostCopies
 from lightning_gnnpipe.staleness.moments import float_of, mean_and_var, row_sums
 from lightning_gnnpipe.staleness.store import NEVER, GradientBuffer, HistoryStore
 
@@ -25,13 +24,14 @@ class ExactStore(HistoryStore):
     """Rows, statistics and gradients of one layer, each written once by each chunk.
 
     A chunk that runs again writes nothing a second time. `num_written` counts what chunks wrote.
-    `histories`: get the rows as well, for later steps. `folder`: see `HistoryOptions`.
+    `histories`: get the rows as well, for later steps. `copies`: make the tables.
     """
 
     def __init__(
-        self, plan: ChunkPlan, histories: HistoryStore | None, folder: Path | None = None
+        self, plan: ChunkPlan, histories: HistoryStore | None, copies: HostCopies | None = None
     ) -> None:
-        super().__init__(plan.num_rows, plan.num_chunks, HistoryOptions(folder=folder))
+        super().__init__(plan.num_rows, plan.num_chunks)
+        self.copies = copies or self.copies
         self._histories, self._all = histories, plan.whole.chunks[0]
         self.linear_scale = self.message_scale = 1.0
         self.num_written = 0
@@ -104,6 +104,8 @@ class ExactStore(HistoryStore):
                 histories.push(key, self._all, entry.rows)
             for key, (sums, total, middle) in self._whole.items():
                 histories.moments.put(key, sums, total, middle)
+        for entry in self._entries.values():
+            self.copies.give_back([entry.rows, entry.grads.total])
         for one in (self._entries, self._parts, self._whole):
             one.clear()
         self._counted.clear()

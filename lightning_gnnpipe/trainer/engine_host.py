@@ -21,7 +21,7 @@ from torch.nn.utils.prune import is_pruned
 from torch.optim import Optimizer
 
 from lightning_gnnpipe.calls import Inputs
-from lightning_gnnpipe.chunks import StepCosts, return_freed_memory
+from lightning_gnnpipe.chunks import StepCosts, return_memory_at_once
 from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.engine import PipelineEngine, RunState, SavedRun
 from lightning_gnnpipe.errors import ConfigError, Fallbacks, UnsupportedError
@@ -117,9 +117,8 @@ class EngineHost:
                 "compiled.",
                 ", ".join(compiled),
             )
-        saves_memory = options.memory_gib is not None or options.table_folder is not None
-        if is_fitting and saves_memory:
-            return_freed_memory()
+        if is_fitting and options.memory_gib is not None:
+            return_memory_at_once()
         self._found = find_pipelined(module, options.pipelined_module)
         self._is_called, pipelined = False, self._found.module
         check_support(pipelined, 1)  # with one chunk; more are checked at the first forward

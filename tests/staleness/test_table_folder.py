@@ -15,7 +15,8 @@ from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.staleness import HistoryOptions
 from lightning_gnnpipe.staleness.copies import HostCopies
-from tests.engine.test_recompute import N, train
+from tests.engine.test_recompute import PARTITION, N, Net, graph, train
+from tests.helpers.engines import one_process_engine
 
 CASES: dict[str, dict[str, Any]] = {
     "histories": {},
@@ -53,6 +54,40 @@ def test_numbers_are_the_same(case: str, tmp_path: Path) -> None:
             assert torch.equal(ours[key], theirs[key]), key
     assert most[0] >= 4096
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["mixed", "gcnii"])
+def test_later_exact_steps_use_the_files_of_the_first(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, map_file = list[Any](), HostCopies._map
+
+    def count(folder: Path, *args: Any) -> Tensor:
+        made.append(args)
+        return map_file(folder, *args)
+
+    monkeypatch.setattr(HostCopies, "_map", staticmethod(count))
+    train(name, steps=(0,), table_folder=tmp_path, exact_in_chunks=True)
+    num_first = len(made)
+    train(name, steps=(0, 1, 2), table_folder=tmp_path, exact_in_chunks=True)
+    assert len(made) == 2 * num_first > 0
+
+
+def test_two_passes_at_once_have_files_of_their_own(tmp_path: Path) -> None:
+    def grads(**more: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = Net().double()
+        engine = one_process_engine(net, partition=PARTITION, exact_in_chunks=True, **more)
+        x, edges = graph()
+        for step in range(2):  # the second takes the files of the first
+            net.zero_grad()
+            engine.set_step(step_index=step)
+            first, second = (engine.forward((by * x, edges), {}) for by in (1, 2))
+            (first.square().sum() + second.square().sum()).backward()
+        return [p.grad for p in net.parameters() if p.grad is not None]
+
+    for ours, theirs in zip(grads(table_folder=tmp_path), grads(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_memory_is_given_back_with_the_tensor(tmp_path: Path) -> None:
