@@ -144,8 +144,8 @@ class ExactStep(Step):
                         left.append(chunk)
             assert len(left) < len(waiting) or self._store.num_written > before, "chunks wait"
             waiting = left
-            if self.spec.saves_memory:
-                return_freed_memory()
+        if self.spec.saves_memory:
+            return_freed_memory()
 
     def _run(self, segment: Segment, chunk: Chunk, inputs: Mapping[str, Any]) -> dict[str, Any]:
         values = dict(inputs)
