@@ -89,7 +89,7 @@ class HostCopies:
                 "'table_folder'",
                 found=f"{error.strerror}: {folder}",
                 remedy="Name a folder on a larger disk, or leave it out.",
-            ) from error
+            ) from None
         return found.view(tuple(shape))
 
     def keep(self, tensor: Tensor) -> Tensor:
