@@ -1,4 +1,4 @@
-"""What glibc does with memory that layers free: it keeps pieces of up to 32 MiB, if not told."""
+"""What glibc does with memory that layers free: by default it keeps pieces of up to 32 MiB."""
 
 from __future__ import annotations
 

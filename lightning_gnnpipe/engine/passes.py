@@ -72,7 +72,8 @@ class Passes:
         self.sends_exactly = messages.is_exact
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
         self._has_met_several = False  # graphs in a batch
-        self._is_on_host = transport.world.device.type == "cpu"
+        is_on_host = transport.world.device.type == "cpu"
+        self._saves_memory = options.given.saves_memory and is_on_host
 
     def mode(self, call: Call, inputs: Inputs, key: InputKey | None) -> Mode:
         """Return the stages for these arguments, traced if new; `key`: None for several graphs."""
@@ -204,7 +205,7 @@ class Passes:
             is_training=is_training,
             recompute=self._options.given.recompute,
             codecs=self._cut_codecs[is_exact],
-            saves_memory=self._options.given.saves_memory and self._is_on_host,
+            saves_memory=self._saves_memory,
         )
 
     def run_exact(self, spec: PassSpec) -> tuple[list[Tensor], bool]:
