@@ -8,7 +8,8 @@ names and values of options have advice on what to write instead.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 
 _DEFAULT = "Leave 'staleness' out: its default, 'drift', takes its place."
 _INT8 = "Write 'int8' for smaller errors, or 'int1' for fewer bits."
@@ -88,11 +89,13 @@ def explain(*, expected: str, found: str, remedy: str) -> str:
     return f"Expected {expected} (got {found}). {remedy}"
 
 
-def refuse_removed(name: str, options: Mapping[str, object]) -> None:
+def refuse_removed(name: str, options: Mapping[str, object], known: Iterable[str]) -> None:
     """Raise ConfigError if `options` of `name` were removed; TypeError if they never existed."""
     for option in options:
         if option not in REMOVED_OPTIONS:
-            raise TypeError(f"{name}.__init__() got an unexpected keyword argument '{option}'")
+            near = [f". Did you mean '{one}'?" for one in get_close_matches(option, known, 1)]
+            text = f"{name}.__init__() got an unexpected keyword argument '{option}'"
+            raise TypeError("".join([text, *near]))
         raise ConfigError(f"The option '{option}' was removed. {REMOVED_OPTIONS[option]}")
 
 

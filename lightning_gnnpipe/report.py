@@ -138,4 +138,4 @@ def compare_times(times: Mapping[int, float], num_shards: int) -> str:
     """Return seconds of computing a step; `times`: of all shards together by chunks, K first."""
     own, *more = [f"{seconds / num_shards:.3f} s in {n}" for n, seconds in times.items()]
     compared = f" ({', '.join(more)})" if more else ""
-    return f"Computing a step takes about {own} chunks{compared}."
+    return f"Computing a step, without sending, takes about {own} chunks{compared}."

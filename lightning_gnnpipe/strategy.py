@@ -172,7 +172,7 @@ class GNNPipeStrategy(LightningStrategy):
         **removed: Any,
     ) -> None:
         given = locals()
-        refuse_removed("GNNPipeStrategy", removed)
+        refuse_removed("GNNPipeStrategy", removed, given)
         self.options = StrategyOptions(**{f.name: given[f.name] for f in fields(StrategyOptions)})
         super().__init__(
             accelerator=accelerator,

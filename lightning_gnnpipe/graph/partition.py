@@ -293,7 +293,7 @@ def check_edges(edges: Any, num_nodes: int, name: str = "edge_index") -> None:
             expected=f"'{name}' to name nodes from 0 to {num_nodes - 1}",
             found=f"node {low if low < 0 else high}",
             remedy=f"The graph has {num_nodes} nodes: add the missing rows of node features, or "
-            "correct the edges.",
+            "correct the edges. If you gave the network x[mask], give it x, and mask its outputs.",
         )
 
 

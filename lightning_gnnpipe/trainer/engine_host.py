@@ -7,6 +7,7 @@ refused below: optimizers, callbacks, loss scaling.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -357,13 +358,16 @@ def _expect(
             axis,
             num_stages,
         )
-    number, threads = torch.get_num_threads(), ""
-    if inputs.edge_index.device.type == "cpu":  # a process alone would have all cores
+    number, threads, doubt = torch.get_num_threads(), "", ""
+    if inputs.edge_index.device.type == "cpu":
         threads = f" and {number} thread{'s' if number > 1 else ''}"
+        if num_stages > 1 and (cores := os.cpu_count() or 1) > number:
+            threads += f" (it could use {cores})"
+        doubt = " Layers were timed alone: steps may take up to twice as long."
     one_device = f"on one device with one chunk{threads}"
     names = "in these stages", one_device, "by graph parallelism"
     shown = (f"{one:.3f} s {name}" for one, name in zip(times.values(), names, strict=False))
-    return f"Expected for a step: {', '.join(shown)}."
+    return f"Expected for a step: {', '.join(shown)}.{doubt}"
 
 
 def refuse_evaluations(name: str) -> NoReturn:

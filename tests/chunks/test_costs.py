@@ -146,7 +146,8 @@ def test_times_of_a_busy_machine_are_not_ranked(
 
 def test_what_is_compared_is_told() -> None:
     assert compare_times({4: 2.0, 2: 3.0, 8: 2.5}, 2) == (
-        "Computing a step takes about 1.000 s in 4 chunks (1.500 s in 2, 1.250 s in 8)."
+        "Computing a step, without sending, takes about 1.000 s in 4 chunks "
+        "(1.500 s in 2, 1.250 s in 8)."
     )
 
 
