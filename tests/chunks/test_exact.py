@@ -19,6 +19,7 @@ from lightning_gnnpipe.errors import ConfigError, UnsupportedError
 from lightning_gnnpipe.stages import cut_module
 from tests.engine.test_recompute import NETS, PARTITION
 from tests.engine.test_recompute import graph as small_graph
+from tests.helpers.cases import slow
 from tests.helpers.engines import one_process_engine
 
 N, E, D, CHUNKS = 1000, 8000, 16, 10
@@ -50,7 +51,7 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("trains", [slow(False), True])
 def test_less_is_alive(trains: bool) -> None:
     """No tensor has a row for each edge of the graph, and few have one for each node."""
 

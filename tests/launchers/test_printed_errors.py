@@ -41,7 +41,7 @@ if __name__ == "__main__":
 FIT = "trainer.fit(Module(make_module().net, 3), datamodule=make_data())"
 
 
-@pytest.mark.parametrize("ranks", ["all", "1", slow("0")])
+@pytest.mark.parametrize("ranks", ["all", slow("1"), slow("0")])
 def test_a_refusal_ends_with_its_words_and_shows_the_users_lines_alone(
     ranks: str, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.selfcheck import check_layers
 from lightning_gnnpipe.stages import SampleRun, cut_layers, draw_sample, draw_samples, trace
 from lightning_gnnpipe.stages.mixing import turn_leaves
+from tests.helpers.cases import slow
 from tests.helpers.engines import one_process_engine
 
 N, D = 30, 4
@@ -311,7 +312,7 @@ def test_the_check_can_be_switched_off(self_check: bool) -> None:
         engine.forward((torch.randn(N, D), edges), {})
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, slow(1)])
 def test_half_precision_of_many_layers_is_no_difference(seed: int) -> None:
     torch.manual_seed(seed)
     module = Deep()
