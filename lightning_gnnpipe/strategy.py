@@ -172,7 +172,7 @@ class GNNPipeStrategy(LightningStrategy):
         **removed: Any,
     ) -> None:
         given = locals()
-        refuse_removed("GNNPipeStrategy", removed, given)
+        refuse_removed("GNNPipeStrategy", removed, given.keys() - {"self", "removed", "__class__"})
         self.options = StrategyOptions(**{f.name: given[f.name] for f in fields(StrategyOptions)})
         super().__init__(
             accelerator=accelerator,

@@ -173,6 +173,8 @@ def test_an_option_that_never_was_is_a_type_error() -> None:
         GNNPipeStrategy(chunk_orders="fixed")
     with pytest.raises(TypeError, match=r"argument 'num_chunk'\. Did you mean 'num_chunks'\?$"):
         GNNPipeStrategy(num_chunk=4)
+    with pytest.raises(TypeError, match=r"argument 'remove'$"):
+        GNNPipeStrategy(remove=4)
 
 
 def test_other_names_are_as_unknown_as_ever() -> None:

@@ -59,7 +59,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, seconds: list[float], chunk_s: fl
             [6e-3] * 4,
             0.0,
             r"0\.019 s in these stages, 0\.024 s on one device with one chunk and 1 thread "
-            r"\(it could use 5\), 0\.02\d s by graph parallelism\. .* up to twice as long\.$",
+            r"\(it could use 5\), 0\.02\d s by graph parallelism\. .* up to three times as long\.$",
             "",
         ),
         (

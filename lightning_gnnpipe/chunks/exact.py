@@ -124,7 +124,8 @@ class ExactStep(Step):
                 if stage.values[name].requires_grad
             ]
             self._send("backward", chunk, found)
-        self._copies.give_back()  # who writes them next has heard from the rank that reads them
+        # Sends may still run. This rank writes again once its neighbour has received all.
+        self._copies.give_back()
 
     def _chunks(self, order: Sequence[int]) -> list[Chunk]:
         assert isinstance(self.spec.plan, ChunkPlan)

@@ -58,7 +58,7 @@ class PlannedGraph:
     """One graph, or this rank's shard of it.
 
     `cut_frac`: share of edges between chunks, 0 if dropped. `reading` serves passes that write no
-    histories. `free_tables`: of exact passes in chunks.
+    histories. `free_tables`: of exact passes in chunks, for the next pass.
     """
 
     def __init__(

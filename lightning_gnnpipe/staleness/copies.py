@@ -32,7 +32,8 @@ class HostCopies:
     """Makes tables, and starts copies in both directions.
 
     `device`: of histories; None for that of the layers. `folder`: where tables on the host are
-    files; None for memory. `free`: files that are used again, with what `give_back` adds to them.
+    files; None for memory. `free`: tables in files that nobody reads: new tables take these first,
+    and `give_back` adds to them. None: each table is a new file.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class HostCopies:
         return found
 
     def give_back(self, tensors: Iterable[Tensor | None] | None = None) -> None:
-        """Let later tables use the files of `tensors`, by default of all; the rest is ignored."""
+        """Free `tensors` for later tables; by default all. What is no table is ignored."""
         given = [*self._lent.values()] if tensors is None else tensors
         for one in given:
             table = None if one is None else self._lent.pop(one.data_ptr(), None)
