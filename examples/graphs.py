@@ -24,7 +24,7 @@ from torch_geometric.utils import to_undirected
 from lightning_gnnpipe import make_communities
 
 NUM_NEIGHBOURS = 10  # of an image of digits
-NUM_NODES = 16_000  # of the communities
+NUM_NODES = 10_000  # of the communities
 
 # Data sets of each PyG class, and how it is built; bags of words are scaled to sum to one.
 Builder = Callable[..., Dataset]

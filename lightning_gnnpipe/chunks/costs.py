@@ -46,6 +46,7 @@ from lightning_gnnpipe.staleness import (
     GradientBuffer,
     HistoryOptions,
     HistoryStore,
+    HostCopies,
     MomentStore,
     RowMoments,
     StepOrder,
@@ -300,18 +301,33 @@ class _OwnMoments(MomentStore):
         return self.calls[key]
 
 
+class _TimedTables(HostCopies):
+    """Tables of zeros; `made_s`: seconds of making them, which no later step takes."""
+
+    made_s = 0.0
+
+    def table(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        start = now()
+        found = super().table(shape, dtype, device).zero_()
+        self.made_s += now() - start
+        return found
+
+
 class _Zeros(HistoryStore):
     """Histories of zeros on the device of the layers, without transfers from another one."""
 
     def __init__(self, plan: ChunkPlan, options: HistoryOptions) -> None:
         super().__init__(plan.num_nodes, plan.num_chunks, replace(options, device=None))
+        self.copies = self.tables = _TimedTables(None, options.folder)
         self.moments = _OwnMoments(plan.num_chunks)
         self.step, self._counts = 1, options.device is None and plan.num_chunks > 1
         self._is_sum = False
 
     def push(self, key: Hashable, chunk: Chunk, rows: Tensor, *, keeps_old: bool = False) -> None:
         if key not in self:
+            start, before_s = now(), self.tables.made_s
             self.load(key, rows.new_zeros(self.num_rows, *rows.shape[1:]), None, 0, NEVER)
+            self.tables.made_s = before_s + now() - start
         super().push(key, chunk, rows)
 
     def add_output(
@@ -367,19 +383,21 @@ def _run(
             saved.setdefault(tensor.untyped_storage().data_ptr(), tensor.nbytes)
         return tensor
 
+    store = context.store if isinstance(context, MessageContext) else None
+    tables = store.tables if isinstance(store, _Zeros) else _TimedTables(None)
     local = {name: values[name] for name in segment.inputs}
     wanted = [one for one in (*segment.module.parameters(), *local.values()) if _needs_grad(one)]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        start = now()
+        start = now() - tables.made_s
         run_segments((segment,), local, chunk, context)
-        if isinstance(context, MessageContext) and context.store is not None:
-            context.store.moments.after_forward()
-        middle = now()
+        if store is not None:
+            store.moments.after_forward()
+        middle = now() - tables.made_s
     roots = [local[name] for name in segment.outputs if _needs_grad(local[name])]
     if roots and wanted:
         grads = [torch.ones_like(root) for root in roots]
         torch.autograd.grad(roots, wanted, grads, allow_unused=True)
-    end = now()
+    end = now() - tables.made_s
     for one in given:
         saved.pop(_address(one), None)
     for name in segment.outputs:

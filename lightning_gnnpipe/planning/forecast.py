@@ -371,7 +371,9 @@ def _work(
     """Add up the work of a step; `sizes`: of the pieces of several shards."""
     num_shards, num_others = split.num_shards, len(split.stages) - 1
     slowest, busiest, rows, peers = 1.0, 1.0, 0, 0
+    num_sums = [0] * len(split.stages)  # of norms over all nodes, with two messages a round
     if sizes is not None:
+        num_sums = [2 * one for one in _count_norms(split)]
         work = sizes.nodes + sizes.edges
         slowest, busiest = _largest_frac(work), max(map(_largest_frac, (sizes.nodes, sizes.edges)))
         rows = int(torch.maximum(sizes.sent, sizes.received).amax(1).sum())
@@ -386,7 +388,10 @@ def _work(
         num_chunks=costs.num_chunks,
         compute_s=[slowest * one for one in compute_s],
         halo_bytes=[2 * rows * sum(_halo_row_bytes(c, options) for c in one) for one in of_stages],
-        num_messages=[2 * peers * sum(len(cost.pushed) for cost in one) for one in of_stages],
+        num_messages=[
+            2 * peers * sum(len(cost.pushed) for cost in one) + 2 * num_rounds(num_shards) * sums
+            for one, sums in zip(of_stages, num_sums, strict=True)
+        ],
         cut_bytes=[busiest * sum(both) for both in cuts],
         link=link,
         weight_bytes=(ring + copies) * max(map(_bytes_of, map(split.weights_of, split.stages))),
@@ -394,6 +399,15 @@ def _work(
         num_rounds=num_rounds(len(split.stages) * num_shards),
         waits_for_halo=not options.async_halo,
     )
+
+
+def _count_norms(split: Split) -> list[int]:
+    """Return for each stage the norms that sum over all nodes, in forward and in backward."""
+    norms = set(map(id, find_layers(split.module).norms.values()))
+    return [
+        sum(id(part) in norms for segment in stage.segments for part in segment.module.modules())
+        for stage in split.stages
+    ]
 
 
 def _halo_row_bytes(cost: LayerCost, options: StrategyOptions) -> int:

@@ -657,5 +657,12 @@ class StalenessRecorder:
         """Compare the old and new rows of a chunk, `[num_nodes_of_chunk, *]`."""
         self._by_key.setdefault(key, Staleness())
         with torch.no_grad():
-            both = torch.stack([one.double().square().sum() for one in (fresh - stale, fresh)])
+            both = torch.stack([_sum_squares(fresh - stale), _sum_squares(fresh)])
             self._squares[key] = self._squares[key] + both if key in self._squares else both
+
+
+def _sum_squares(rows: Tensor) -> Tensor:
+    """Return the sum in double precision, of sums over each row, `[*]`, in single or double."""
+    wide = rows.to(float_of(rows.dtype)).flatten(1) if rows.dim() > 1 else rows.double()
+    norms = torch.linalg.vector_norm(wide, dim=-1)
+    return norms.double().square().sum()

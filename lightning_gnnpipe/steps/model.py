@@ -381,7 +381,8 @@ class PipelinedModel:
             )
 
     def _count_layers(self, inputs: Inputs, measure: Measure) -> tuple[int, ...]:
-        layers, balance = next(iter(self._modes.values())).layers, self._options.given.balance
+        mode = min(self._modes.values(), key=lambda one: not one.is_training)
+        layers, balance = mode.layers, self._options.given.balance
         num_layers, num_stages = len(layers.segments), self._transport.mesh.num_stages
         check_num_stages(num_layers, num_stages)
         run, counts = self._options, None
@@ -399,7 +400,9 @@ class PipelinedModel:
         def by_costs() -> tuple[tuple[int, ...], dict[str, Any], int | None, str]:
             if self.costs is None:
                 self.say("Timing its layers ...")
-                self.costs = measure(layers)
+                trains = mode.is_training and not self.module.training  # e.g. in a sanity check
+                with switched(self.module, True) if trains else nullcontext():
+                    self.costs = measure(layers)
             costs = self.costs
             repeated = self._repeated(layers, inputs)
             found = counts or costs.assign_layers(layers, num_stages, repeated)

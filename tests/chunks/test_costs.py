@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning_gnnpipe.graph import plan_from_assignment
 from lightning_gnnpipe.options import RunOptions, StrategyOptions
 from lightning_gnnpipe.report import compare_times
 from lightning_gnnpipe.stages import cut_module, split_layers
-from lightning_gnnpipe.staleness import HistoryOptions
+from lightning_gnnpipe.staleness import HistoryOptions, HostCopies
 from lightning_gnnpipe.trainer import engine_host
 
 N, D, L = 300, 16, 16
@@ -170,3 +171,19 @@ def test_the_number_of_chunks_that_is_given_or_needed_is_not_chosen() -> None:
         assert not fresh.measures_chunks(L)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_making_tables_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step makes the histories and their gradients again."""
+    slow_s, made, table = 0.5, list[Tensor](), HostCopies.table
+
+    def make(self: HostCopies, *args: Any) -> Tensor:
+        time.sleep(slow_s)
+        made.append(table(self, *args))
+        return made[-1]
+
+    monkeypatch.setattr(HostCopies, "table", make)
+    monkeypatch.setattr(costs, "_LONGEST_S", 0.0)  # most layers run once
+    _, found = measure(Net((D,) * 4))
+    assert len(made) >= 4  # of two layers and their gradients
+    assert sum(cost.compute_s for cost in found.layers) < slow_s

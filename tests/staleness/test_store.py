@@ -49,3 +49,15 @@ def test_drift_of_several_histories_equals_plain_torch(plan: ChunkPlan, is_exact
     )
     expected = float((fresh - stale).norm() / fresh.norm())
     assert total.drift == pytest.approx(expected, abs=1e-10)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 4)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_drift_of_rows_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    fresh, stale = torch.randn(2, 40, *shape).to(dtype)
+    recorder = StalenessRecorder()
+    recorder.record_drift("h", stale=stale, fresh=fresh)
+    [found] = recorder.by_key.values()
+    moved = (fresh - stale).double()  # rounded, as the rows are
+    assert found.drift_sq == pytest.approx(float(moved.square().sum()), rel=1e-6)
+    assert found.norm_sq == pytest.approx(float(fresh.double().square().sum()), rel=1e-6)
