@@ -36,18 +36,22 @@ class Watch(DispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()
-        self.most = self.largest = 0
+        self.most = self.largest = self.total = 0
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.alive = {key: one for key, one in self.alive.items() if not one[0].expired()}
         for one in result if isinstance(result, tuple | list) else [result]:
             if isinstance(one, Tensor):
                 known = StorageWeakRef(one.untyped_storage())
+                _, before = self.alive.get(known.cdata, (None, 0))
                 self.alive[known.cdata] = known, one.untyped_storage().nbytes()
+                self.total += self.alive[known.cdata][1] - before
                 self.largest = max(self.largest, one.nbytes)
-        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        if self.total > self.most:  # with those that are freed
+            self.alive = {key: one for key, one in self.alive.items() if not one[0].expired()}
+            self.total = sum(size for _, size in self.alive.values())
+            self.most = max(self.most, self.total)
         return result
 
 
