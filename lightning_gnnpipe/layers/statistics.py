@@ -5,7 +5,7 @@ All these norms scale and shift channels: `Formula` computes both from mean and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple, cast
 
@@ -122,11 +122,12 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
         has_formula = kind in _FORMULAS and x.dim() == 2 and not more
         if is_part and not has_formula:
             raise _refuse(name, norm, x)
+        known: Sequence[Tensor] | None = None
         if is_whole and has_formula and not is_replay:
             # Inside `propagate` rows may be messages, which belong to no chunk.
             counts = None if context.is_passing else [c.num_nodes for c in context.at.plan.chunks]
             rows = x.detach() if context.live is None else x
-            mean, var, count = store.moments.keep(key, rows, counts)
+            known = mean, var, count = store.moments.keep(key, rows, counts)
             if context.live is not None:
                 context.live[key] = mean, var
             if context.is_refresh:
@@ -136,7 +137,7 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
                 update_running(norm, mean, var, count)
         if is_whole:
             if shards is not None:
-                result = _normalize_over_shards(norm, x, shards)
+                result = _normalize_over_shards(norm, x, shards, known)
             else:
                 result = original(*args, **kwargs)
             context.dtypes[key] = result.dtype
@@ -361,27 +362,40 @@ class _OfAllChunks(torch.autograd.Function):
         return grad.to(rows.dtype), None, None, None, None
 
 
-class _SumOverShards(torch.autograd.Function):
-    """Sum a tensor over all ranks of a stage; backward sums the gradients."""
+class _OfAllShards(torch.autograd.Function):
+    """Return mean and variance of the rows of all ranks of a stage; backward sums once."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, shards: ShardLink) -> Tensor:
-        ctx.shards = shards
-        return shards.sum(own)
+    def forward(
+        ctx: Any, rows: Tensor, shards: ShardLink, mean: Tensor, var: Tensor, count: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(rows)
+        ctx.all = shards, mean, count
+        return mean.to(rows.dtype, copy=True), var.to(rows.dtype, copy=True)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.shards.sum(grad), None
+    def backward(ctx: Any, of_mean: Tensor, of_var: Tensor) -> tuple[Tensor | None, ...]:
+        shards, mean, count = ctx.all
+        (rows,) = ctx.saved_tensors
+        of_mean, of_var = (shards.sum(torch.stack([of_mean, of_var])) / count).to(rows.dtype)
+        return of_mean + 2 * of_var * (rows - mean.to(rows.dtype)), None, None, None, None
 
 
-def _normalize_over_shards(norm: Any, rows: Tensor, shards: ShardLink) -> Tensor:
-    """Normalise by statistics of all ranks' rows, with gradients through the statistics."""
+def _normalize_over_shards(
+    norm: Any, rows: Tensor, shards: ShardLink, known: Sequence[Tensor] | None
+) -> Tensor:
+    """Normalise by statistics of all ranks' rows, with gradients through the statistics.
+
+    `known`: their mean, variance and number; None where rows are recomputed in backward.
+    """
     x = rows.to(float_of(rows.dtype))
-    total = cast(Any, _SumOverShards).apply
-    count = shards.sum(x.new_full((1,), x.size(0)))
-    mean = total(x.sum(0), shards) / count
-    var = total((x - mean).square().sum(0), shards) / count
+    if known is None:
+        own = x.detach()
+        count = shards.sum(own.new_full((1,), own.size(0)))
+        mean = shards.sum(own.sum(0)) / count
+        known = mean, shards.sum((own - mean).square().sum(0)) / count, count
+    mean, var = cast(Any, _OfAllShards).apply(x, shards, *known)
     return _normalize(norm, x, mean, var).to(rows.dtype)
 
 

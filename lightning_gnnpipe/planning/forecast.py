@@ -373,7 +373,7 @@ def _work(
     slowest, busiest, rows, peers = 1.0, 1.0, 0, 0
     num_sums = [0] * len(split.stages)  # of norms over all nodes, with two messages a round
     if sizes is not None:
-        num_sums = [2 * one for one in _count_norms(split)]
+        num_sums = [3 * one for one in _count_norms(split)]
         work = sizes.nodes + sizes.edges
         slowest, busiest = _largest_frac(work), max(map(_largest_frac, (sizes.nodes, sizes.edges)))
         rows = int(torch.maximum(sizes.sent, sizes.received).amax(1).sum())
@@ -402,7 +402,7 @@ def _work(
 
 
 def _count_norms(split: Split) -> list[int]:
-    """Return for each stage the norms that sum over all nodes, in forward and in backward."""
+    """Return for each stage the norms that sum over all nodes: twice in forward, then once."""
     norms = set(map(id, find_layers(split.module).norms.values()))
     return [
         sum(id(part) in norms for segment in stage.segments for part in segment.module.modules())
