@@ -15,6 +15,8 @@ from lightning_gnnpipe.stages import Layers, Segment, Stage, ids_in_stages
 from lightning_gnnpipe.types import Weights
 
 _MIB = 2**20
+# On CPUs, measured with five networks.
+TIMED_ALONE = "Layers were timed alone: steps take 0.8 to 1.4 times as long, shards up to twice."
 
 
 @dataclass(frozen=True, slots=True)

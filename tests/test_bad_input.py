@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
 from lightning_gnnpipe.datamodule import check_loader
-from lightning_gnnpipe.errors import ConfigError
+from lightning_gnnpipe.errors import ConfigError, GraphError
 from tests.helpers.engines import one_process_engine
 from tests.helpers.trainers import weights
 from tests.test_user_errors import D, Module, N, Net, fit, graph
@@ -193,6 +193,23 @@ def test_a_loader_of_one_graph_is_looked_at_before_the_module_is_traced(
         pytest.raises(ConfigError, match=rf"between 1 and the number of nodes, {N} \(got {N + 1}"),
     ):
         engine.forward((data.x, data.edge_index), {})
+
+
+@pytest.mark.parametrize(
+    ("edges", "told"),
+    [
+        (torch.tensor([[0.0, 1.0], [1.0, 0.0]]), r"'edge_index' to hold integers"),
+        (torch.tensor([[0, 1], [1, N]]), rf"'edge_index' to name nodes from 0 to {N - 1}"),
+    ],
+)
+def test_edges_are_looked_at_before_the_module_is_traced(edges: Tensor, told: str) -> None:
+    engine = one_process_engine(Net().eval(), num_chunks=2)
+    with (
+        engine.called_by("evaluation"),
+        torch.no_grad(),
+        pytest.raises(GraphError, match=told),
+    ):
+        engine.forward((graph().x, edges), {})
 
 
 def test_weights_may_be_renamed_on_two_stages() -> None:

@@ -29,7 +29,7 @@ from lightning_gnnpipe.engine.identity import InputIdentity, InputKey
 from lightning_gnnpipe.engine.known_graphs import GraphCache
 from lightning_gnnpipe.engine.passes import Passes, RunningStatistics
 from lightning_gnnpipe.engine.resume import RankHistories, RunState, SavedRun, save_rank
-from lightning_gnnpipe.graph import ContentNumbers, StoredGraph, check_graph, fold
+from lightning_gnnpipe.graph import ContentNumbers, StoredGraph, fold
 from lightning_gnnpipe.methods import PipelinedMethod
 from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.staleness import HistoryStore
@@ -254,9 +254,7 @@ class PipelineEngine:
         if key is not None and self.graphs.trained is None:
             options = self.options
             is_measured = options.num_stages > 1 or options.given.memory_gib is not None
-            if options.cut.has_free_chunks and is_measured:  # K is not known yet
-                check_graph(inputs.edge_index, inputs.num_nodes)
-            else:
+            if not (options.cut.has_free_chunks and is_measured):  # else K is not known yet
                 self.graphs.cut(key.graph, inputs)  # layers are measured on its chunks
         mode = self._passes.mode(call, inputs, key)
         if key is not None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 # Seconds of a message by gloo between two processes of a machine with two cores, while both
 # compute: the median in `examples/benchmarks/prediction`.
 MESSAGE_S = 1.4e-3
-LINK_GBIT_PER_S = 10.0  # typical between machines
-GLOO_GBIT_PER_S = 1.0  # that exchanges reach within a machine, in `examples/benchmarks/scale`
+_LINK_GBIT_PER_S = 10.0  # typical between machines
+_GLOO_GBIT_PER_S = 1.0  # that exchanges reach within a machine, in `examples/benchmarks/scale`
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,11 @@ class Link:
     def gbit_per_s(self) -> float:
         """Speed in Gbit/s, each way."""
         return self.bytes_per_s * 8 / 1e9
+
+
+def usual_gbit_per_s(*, is_gloo: bool) -> float:
+    """Return the speed of a link that is not given, in Gbit/s."""
+    return _GLOO_GBIT_PER_S if is_gloo else _LINK_GBIT_PER_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,13 +44,12 @@ from lightning_gnnpipe.layers import check_support, find_convs, find_layers, wit
 from lightning_gnnpipe.methods import raising_own_errors
 from lightning_gnnpipe.options import RunOptions, StrategyOptions
 from lightning_gnnpipe.planning.closed_forms import (
-    GLOO_GBIT_PER_S,
-    LINK_GBIT_PER_S,
     LayoutWork,
     Link,
     factorize,
     num_rounds,
     time_layout,
+    usual_gbit_per_s,
 )
 from lightning_gnnpipe.planning.pipeline_plan import (
     LayoutForecast,
@@ -339,7 +338,7 @@ def expect_steps(
     Then of one device with one chunk, and of graph parallelism, whose shards are runs of chunks.
     """
     is_gloo = inputs.edge_index.device.type == "cpu"
-    link = Link.of(GLOO_GBIT_PER_S if is_gloo else LINK_GBIT_PER_S)
+    link = Link.of(usual_gbit_per_s(is_gloo=is_gloo))
     num_stages, num_chunks = len(split.stages), cut.num_chunks
     stages = split_layers(split.layers, (len(split.layers.segments),))
     whole = replace(split, stages=stages, users=find_users(stages, split.module))

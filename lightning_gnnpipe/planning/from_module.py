@@ -19,7 +19,7 @@ from lightning_gnnpipe.graph import StoredGraph
 from lightning_gnnpipe.layers import check_replicas
 from lightning_gnnpipe.methods import PipelinedMethod, is_one_graph
 from lightning_gnnpipe.options import RunOptions, StrategyOptions
-from lightning_gnnpipe.planning.closed_forms import LINK_GBIT_PER_S, MESSAGE_S, Link
+from lightning_gnnpipe.planning.closed_forms import MESSAGE_S, Link, usual_gbit_per_s
 from lightning_gnnpipe.planning.forecast import Forecaster, Target
 from lightning_gnnpipe.planning.pipeline_plan import PipelinePlan
 from lightning_gnnpipe.stages import (
@@ -50,7 +50,7 @@ def plan_pipeline(
 ) -> PipelinePlan:
     """Return how `module` and `data` would be cut; see `GNNPipeStrategy.plan`."""
     for name, value, remedy in (
-        ("link_gbit_per_s", link_gbit_per_s, "10 is usual between machines."),
+        ("link_gbit_per_s", link_gbit_per_s, "1 is usual on CPUs, 10 on GPUs."),
         ("message_us", message_us, "Leave it out if you do not know it."),
         ("memory_gib", memory_gib, "Leave it out if there is no limit."),
         ("num_devices", num_devices, "Give the number of devices of all stages together."),
@@ -58,7 +58,9 @@ def plan_pipeline(
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(expected=f"'{name}' to be positive", found=str(value), remedy=remedy)
     link = Link.of(
-        LINK_GBIT_PER_S if link_gbit_per_s is None else link_gbit_per_s,
+        usual_gbit_per_s(is_gloo=not torch.cuda.is_available())
+        if link_gbit_per_s is None
+        else link_gbit_per_s,
         MESSAGE_S if message_us is None else message_us / 1e6,
     )
     asked = None

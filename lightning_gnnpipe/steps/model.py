@@ -19,7 +19,7 @@ from lightning_gnnpipe.calls import Call, Inputs, Kind, is_of_pairs
 from lightning_gnnpipe.chunks import StepCosts, fit_memory
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import Fallbacks, UnsupportedError
-from lightning_gnnpipe.graph import BatchPlan, ChunkPlan, text_fingerprint
+from lightning_gnnpipe.graph import BatchPlan, ChunkPlan, check_graph, text_fingerprint
 from lightning_gnnpipe.layers import find_layers, tracks_statistics, without_memory
 from lightning_gnnpipe.methods import own_methods, raising_own_errors
 from lightning_gnnpipe.options import RunOptions
@@ -187,6 +187,8 @@ class PipelinedModel:
         return _trace_key(self.module, call, inputs, device), self._guard.state()
 
     def _trace_all(self, call: Call, inputs: Inputs, *, also_train: bool) -> Key:
+        if inputs.graphs is None and self._options.stored is None:
+            check_graph(inputs.edge_index, inputs.num_nodes)
         self._trace(call, inputs)
         if also_train and not self.is_split:
             for training in (True, False):

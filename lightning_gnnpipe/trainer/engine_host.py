@@ -31,7 +31,13 @@ from lightning_gnnpipe.layers import check_support
 from lightning_gnnpipe.options import RunOptions, StrategyOptions
 from lightning_gnnpipe.passing import replace_attributes
 from lightning_gnnpipe.planning import expect_steps, write_layout
-from lightning_gnnpipe.report import LayerNames, Split, compare_weights, describe_split
+from lightning_gnnpipe.report import (
+    TIMED_ALONE,
+    LayerNames,
+    Split,
+    compare_weights,
+    describe_split,
+)
 from lightning_gnnpipe.stages import as_written, find_pipelined, refuse_uncalled
 from lightning_gnnpipe.steps import Controls, StagedWeights
 from lightning_gnnpipe.trainer import _compat
@@ -363,7 +369,7 @@ def _expect(
         threads = f" and {number} thread{'s' if number > 1 else ''}"
         if num_stages > 1 and (cores := os.cpu_count() or 1) > number:
             threads += f" (it could use {cores})"
-        doubt = " Layers were timed alone: steps take 0.8 to 1.4 times as long, shards up to twice."
+        doubt = f" {TIMED_ALONE}"
     one_device = f"on one device with one chunk{threads}"
     names = "in these stages", one_device, "by graph parallelism"
     shown = (f"{one:.3f} s {name}" for one, name in zip(times.values(), names, strict=False))
