@@ -16,7 +16,10 @@ from lightning_gnnpipe.types import Weights
 
 _MIB = 2**20
 # On CPUs, measured with five networks.
-TIMED_ALONE = "Layers were timed alone: steps take 0.8 to 1.4 times as long, shards up to twice."
+TIMED_ALONE = (
+    "Layers were timed alone: steps take 0.8 to 1.4 times as long, "
+    "by graph parallelism up to twice."
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -389,7 +389,8 @@ def _normalize_over_shards(
 
     `known`: their mean, variance and number; None where rows are recomputed in backward.
     """
-    x = rows.to(float_of(rows.dtype))
+    is_kept = type(norm) in _SCALED  # by its own kernel; else the user may change rows in place
+    x = rows.to(float_of(rows.dtype), copy=not is_kept)
     if known is None:
         own = x.detach()
         count = shards.sum(own.new_full((1,), own.size(0)))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind
@@ -372,7 +373,8 @@ def _work(
     slowest, busiest, rows, peers = 1.0, 1.0, 0, 0
     num_sums = [0] * len(split.stages)  # of norms over all nodes, with two messages a round
     if sizes is not None:
-        num_sums = [3 * one for one in _count_norms(split)]
+        per_norm = 3 * (1 + options.recompute) if costs.num_chunks == 1 else 2 * costs.num_chunks
+        num_sums = [per_norm * one for one in _count_norms(split)]
         work = sizes.nodes + sizes.edges
         slowest, busiest = _largest_frac(work), max(map(_largest_frac, (sizes.nodes, sizes.edges)))
         rows = int(torch.maximum(sizes.sent, sizes.received).amax(1).sum())
@@ -401,8 +403,9 @@ def _work(
 
 
 def _count_norms(split: Split) -> list[int]:
-    """Return for each stage the norms that sum over all nodes: twice in forward, then once."""
-    norms = set(map(id, find_layers(split.module).norms.values()))
+    """Return for each stage the norms that sum over all nodes."""
+    found = find_layers(split.module).norms.values()
+    norms = {id(one) for one in found if not isinstance(one, gnn.BatchNorm | gnn.GraphSizeNorm)}
     return [
         sum(id(part) in norms for segment in stage.segments for part in segment.module.modules())
         for stage in split.stages

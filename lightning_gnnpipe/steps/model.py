@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from lightning_gnnpipe.graph import BatchPlan, ChunkPlan, check_graph, text_fing
 from lightning_gnnpipe.layers import find_layers, tracks_statistics, without_memory
 from lightning_gnnpipe.methods import own_methods, raising_own_errors
 from lightning_gnnpipe.options import RunOptions
-from lightning_gnnpipe.passing import Matrices
+from lightning_gnnpipe.passing import Matrices, replace_attributes
 from lightning_gnnpipe.report import Split
 from lightning_gnnpipe.stages import (
     OF_LIBRARY,
@@ -383,7 +383,9 @@ class PipelinedModel:
             )
 
     def _count_layers(self, inputs: Inputs, measure: Measure) -> tuple[int, ...]:
-        mode = min(self._modes.values(), key=lambda one: not one.is_training)
+        mode = next(iter(self._modes.values()))
+        if not torch.is_grad_enabled():  # a validation comes first
+            mode = min(self._modes.values(), key=lambda one: not one.is_training)
         layers, balance = mode.layers, self._options.given.balance
         num_layers, num_stages = len(layers.segments), self._transport.mesh.num_stages
         check_num_stages(num_layers, num_stages)
@@ -402,8 +404,12 @@ class PipelinedModel:
         def by_costs() -> tuple[tuple[int, ...], dict[str, Any], int | None, str]:
             if self.costs is None:
                 self.say("Timing its layers ...")
-                trains = mode.is_training and not self.module.training  # e.g. in a sanity check
-                with switched(self.module, True) if trains else nullcontext():
+                norms = self.intercepted.batch_norms.values() if inputs.graphs is not None else ()
+                with ExitStack() as stack:
+                    if mode.is_training != self.module.training:
+                        stack.enter_context(switched(self.module, mode.is_training))
+                    for norm in norms:  # a micro-batch may have one graph
+                        stack.enter_context(replace_attributes(norm, {"training": False}))
                     self.costs = measure(layers)
             costs = self.costs
             repeated = self._repeated(layers, inputs)

@@ -175,7 +175,7 @@ def test_the_number_of_chunks_that_is_given_or_needed_is_not_chosen() -> None:
 
 def test_making_tables_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """No step makes the histories and their gradients again."""
-    slow_s, made, table = 0.5, list[Tensor](), HostCopies.table
+    slow_s, made, table = 0.2, list[Tensor](), HostCopies.table
 
     def make(self: HostCopies, *args: Any) -> Tensor:
         time.sleep(slow_s)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, StalenessWarmup
-from lightning_gnnpipe.comm import Collectives
+from lightning_gnnpipe.comm import Collectives, Transport
 from lightning_gnnpipe.models import NodeClassifier, ResGCNPlus
 from lightning_gnnpipe.types import TrafficKind
 from tests.helpers.cases import slow
@@ -185,4 +185,25 @@ def test_statistics_of_all_norms_of_a_stage_travel_together(
         on_train_batch_start=lambda *_: sent.clear(), on_train_batch_end=check
     )
     trainer = quiet_trainer(2, {"num_chunks": 2}, max_epochs=2, callbacks=[watch])
+    trainer.fit(NodeClassifier(net, NUM_CLASSES), make_data())
+
+
+def test_a_norm_over_shards_sums_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one chunk: twice in forward, for the mean and about it, and once in backward."""
+    sent, send = list[str](), Transport.sum_over_shards
+
+    def add(to: Transport, tensor: Tensor, kind: TrafficKind) -> None:
+        sent.append(kind)
+        send(to, tensor, kind)
+
+    def check(*_: Any) -> None:
+        assert sent.count("halo") == 3 * sum(isinstance(m, nn.BatchNorm1d) for m in net.modules())
+
+    monkeypatch.setattr(Transport, "sum_over_shards", add)
+    net = ResGCNPlus(NUM_FEATURES, 4, NUM_CLASSES, num_layers=3, norm="batch")
+    watch = L.pytorch.callbacks.LambdaCallback(
+        on_train_batch_start=lambda *_: sent.clear(), on_train_batch_end=check
+    )
+    options = {"num_chunks": 1, "graph_parallel": 2}
+    trainer = quiet_trainer(2, options, max_epochs=2, callbacks=[watch])
     trainer.fit(NodeClassifier(net, NUM_CLASSES), make_data())
