@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
+from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_geometric import nn as gnn
 
@@ -140,6 +141,41 @@ class OfGraphs(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Pooled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = gnn.models.GCN(NUM_FEATURES, WIDTH, 4, NUM_CLASSES)
+        self.norm = torch.nn.BatchNorm1d(NUM_CLASSES)
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, size: int) -> Tensor:
+        return self.norm(gnn.global_mean_pool(self.convs(x, edge_index), batch, size))
+
+
+class OfPooled(OfGraphs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Pooled().double()
+
+    def training_step(self, data: Any, batch_idx: int) -> Tensor:
+        return self.net(data.x, data.edge_index, data.batch, data.num_graphs).square().mean()
+
+    def validation_step(self, data: Any, batch_idx: int) -> None:
+        self.training_step(data, batch_idx)
+
+
+def test_a_validation_of_few_graphs_may_come_first() -> None:
+    """BatchNorm over the graphs of a micro-batch of one graph has no statistics."""
+    trainer = make_trainer(
+        2, 4, max_epochs=1, strategy={"balance": "measured"}, num_sanity_val_steps=1
+    )
+    loaders = [
+        DataLoader([draw_batch(sizes)], batch_size=None)
+        for sizes in ((4, 7, 5, 9, 5, 6, 3, 8), (4, 7, 5, 6))
+    ]
+    trainer.fit(OfPooled(), *loaders)
+    assert trainer.global_step == 1
 
 
 def test_micro_batches_that_cost_more_than_they_save_are_warned_of(
