@@ -162,7 +162,7 @@ class OfPooled(OfGraphs):
         return self.net(data.x, data.edge_index, data.batch, data.num_graphs).square().mean()
 
     def validation_step(self, data: Any, batch_idx: int) -> None:
-        self.training_step(data, batch_idx)
+        self.log("loss", self.training_step(data, batch_idx), batch_size=1)
 
 
 def test_a_validation_of_few_graphs_may_come_first() -> None:
@@ -175,7 +175,7 @@ def test_a_validation_of_few_graphs_may_come_first() -> None:
         for sizes in ((4, 7, 5, 9, 5, 6, 3, 8), (4, 7, 5, 6))
     ]
     trainer.fit(OfPooled(), *loaders)
-    assert trainer.global_step == 1
+    assert trainer.callback_metrics["loss"].isfinite()
 
 
 def test_micro_batches_that_cost_more_than_they_save_are_warned_of(
