@@ -146,11 +146,13 @@ class OfGraphs(L.LightningModule):
 class Pooled(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.convs = gnn.models.GCN(NUM_FEATURES, WIDTH, 4, NUM_CLASSES)
-        self.norm = torch.nn.BatchNorm1d(NUM_CLASSES)
+        self.convs = torch.nn.ModuleList(gnn.GCNConv(NUM_FEATURES, NUM_FEATURES) for _ in range(4))
+        self.norm = torch.nn.BatchNorm1d(NUM_FEATURES)
 
     def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor, size: int) -> Tensor:
-        return self.norm(gnn.global_mean_pool(self.convs(x, edge_index), batch, size))
+        for conv in self.convs:
+            x = conv(x, edge_index).relu()
+        return self.norm(gnn.global_mean_pool(x, batch, size))
 
 
 class OfPooled(OfGraphs):
