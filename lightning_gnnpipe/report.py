@@ -15,9 +15,9 @@ from lightning_gnnpipe.stages import Layers, Segment, Stage, ids_in_stages
 from lightning_gnnpipe.types import Weights
 
 _MIB = 2**20
-# On CPUs, measured with five networks.
+# Measured with five networks, see docs/choosing.md.
 TIMED_ALONE = (
-    "Layers were timed alone: steps take 0.8 to 1.4 times as long, "
+    "Layers were timed alone: on CPUs steps take 0.8 to 1.4 times as long, "
     "by graph parallelism up to twice."
 )
 

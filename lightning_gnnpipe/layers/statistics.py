@@ -389,8 +389,8 @@ def _normalize_over_shards(
 
     `known`: their mean, variance and number; None where rows are recomputed in backward.
     """
-    is_kept = type(norm) in _SCALED  # by its own kernel; else the user may change rows in place
-    x = rows.to(float_of(rows.dtype), copy=not is_kept)
+    # Backward reads the rows. After a norm that does not, the user may change them in place.
+    x = rows.to(float_of(rows.dtype), copy=type(norm) not in _SCALED)
     if known is None:
         own = x.detach()
         count = shards.sum(own.new_full((1,), own.size(0)))

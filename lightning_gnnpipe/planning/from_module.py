@@ -57,12 +57,6 @@ def plan_pipeline(
     ):
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(expected=f"'{name}' to be positive", found=str(value), remedy=remedy)
-    link = Link.of(
-        usual_gbit_per_s(is_gloo=not torch.cuda.is_available())
-        if link_gbit_per_s is None
-        else link_gbit_per_s,
-        MESSAGE_S if message_us is None else message_us / 1e6,
-    )
     asked = None
     if num_devices is None:
         asked = 2 if num_stages is None else num_stages, num_shards or options.graph_parallel
@@ -95,6 +89,9 @@ def plan_pipeline(
             remedy="Serve a single graph by DataLoader([data], batch_size=None). For batches of "
             "graphs, the start of fit says what a step takes.",
         )
+    if link_gbit_per_s is None:
+        link_gbit_per_s = usual_gbit_per_s(is_gloo=inputs.edge_index.device.type == "cpu")
+    message_s = MESSAGE_S if message_us is None else message_us / 1e6
     check_replicas(options.data_parallel)
     memory_gib = options.memory_gib if memory_gib is None else memory_gib
     if options.graph_parallel == 1:
@@ -110,7 +107,7 @@ def plan_pipeline(
         inputs=inputs,
         options=options,
         num_chunks=options.count_chunks(asked[0] if asked else num_devices, inputs.num_nodes),
-        link=link,
+        link=Link.of(link_gbit_per_s, message_s),
         memory_gib=memory_gib,
     )
     with as_written(module), switched(pipelined, True), _threads_of_one(num_devices):

@@ -6,17 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from lightning_gnnpipe.chunks import LayerCost
 from lightning_gnnpipe.planning.closed_forms import Link
-from lightning_gnnpipe.report import (
-    TIMED_ALONE,
-    align,
-    compare_times,
-    compare_weights,
-    shorten,
-)
+from lightning_gnnpipe.report import TIMED_ALONE, align, compare_times, compare_weights, shorten
 from lightning_gnnpipe.types import Weights
 
 _MIB = 2**20
@@ -143,8 +135,7 @@ class PipelinePlan:
             advice.append(f"No layout fits into the memory. Use more devices: {least}.")
         else:
             advice.append(f"Fastest: {best.options}, {best.step_s:.3f} s per step.")
-            if not torch.cuda.is_available():
-                advice.append(TIMED_ALONE)
+            advice.append(TIMED_ALONE)
         if own.step_bytes > min(own.bytes_by_weights.values()):
             advice.append(compare_weights(own.bytes_by_weights))
         if self.chunk_times:

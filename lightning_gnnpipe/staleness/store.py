@@ -662,7 +662,10 @@ class StalenessRecorder:
 
 
 def _sum_squares(rows: Tensor) -> Tensor:
-    """Return the sum in double precision, of sums over each row, `[*]`, in single or double."""
+    """Return the sum of squares of `rows`, `[num_rows, *]`, in double precision.
+
+    The sum over one row is in its own precision, at least single.
+    """
     wide = rows.to(float_of(rows.dtype)).flatten(1) if rows.dim() > 1 else rows.double()
     norms = torch.linalg.vector_norm(wide, dim=-1)
     return norms.double().square().sum()

@@ -364,16 +364,15 @@ def _expect(
             axis,
             num_stages,
         )
-    number, threads, doubt = torch.get_num_threads(), "", ""
+    number, threads = torch.get_num_threads(), ""
     if inputs.edge_index.device.type == "cpu":
         threads = f" and {number} thread{'s' if number > 1 else ''}"
         if num_stages > 1 and (cores := os.cpu_count() or 1) > number:
             threads += f" (it could use {cores})"
-        doubt = f" {TIMED_ALONE}"
     one_device = f"on one device with one chunk{threads}"
     names = "in these stages", one_device, "by graph parallelism"
     shown = (f"{one:.3f} s {name}" for one, name in zip(times.values(), names, strict=False))
-    return f"Expected for a step: {', '.join(shown)}.{doubt}"
+    return f"Expected for a step: {', '.join(shown)}. {TIMED_ALONE}"
 
 
 def refuse_evaluations(name: str) -> NoReturn:

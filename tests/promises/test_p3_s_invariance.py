@@ -207,3 +207,31 @@ def test_a_norm_over_shards_sums_three_times(monkeypatch: pytest.MonkeyPatch) ->
     options = {"num_chunks": 1, "graph_parallel": 2}
     trainer = quiet_trainer(2, options, max_epochs=2, callbacks=[watch])
     trainer.fit(NodeClassifier(net, NUM_CLASSES), make_data())
+
+
+class ChangesInPlace(nn.Module):
+    """Changes in place what a norm has read."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(gnn.GCNConv(NUM_FEATURES, NUM_FEATURES) for _ in range(3))
+        self.norm = norm
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for conv in self.convs:
+            rows = conv(x, edge_index)
+            normed = self.norm(rows)
+            x = rows.mul_(2) + normed
+        return x
+
+
+def test_rows_may_change_after_a_mean_is_subtracted_on_shards() -> None:
+    found = []
+    for shards in (1, 2):
+        torch.manual_seed(0)
+        module = NodeClassifier(ChangesInPlace(gnn.MeanSubtractionNorm()), NUM_FEATURES, lr=0.1)
+        options = {"num_chunks": 1, "graph_parallel": shards}
+        trainer = quiet_trainer(shards, options, max_epochs=2)
+        trainer.fit(module, make_data())
+        found.append([one.detach().clone() for one in module.parameters()])
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
