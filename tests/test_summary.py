@@ -52,12 +52,14 @@ def test_one_line_says_the_layout(
     assert before.count("Tracing the network and checking it ...") == 1 and "Timing" not in shown
 
 
-def measuring(monkeypatch: pytest.MonkeyPatch, seconds: list[float], chunk_s: float) -> None:
-    """Let layers take `seconds` in 4 chunks, and each one more chunk `chunk_s`."""
+def measuring(
+    monkeypatch: pytest.MonkeyPatch, seconds: list[float], chunk_s: float, alone_s: float = 0.0
+) -> None:
+    """Let layers take `seconds` in 4 chunks, each one more chunk `chunk_s`, all cores `alone_s`."""
 
     def with_overhead(self: StepCosts, other: StepCosts) -> StepCosts:
         costs = (LayerCost(one, 0.0, 0, pushed=(WIDTH,), chunk_s=chunk_s) for one in seconds)
-        return StepCosts(tuple(costs), {}, 4)
+        return StepCosts(tuple(costs), {}, 4, by_all_cores=alone_s)
 
     monkeypatch.setattr(StepCosts, "with_overhead", with_overhead)
     monkeypatch.setattr(engine_host.log, "warning", lambda text, *args: print(text % args))
@@ -110,6 +112,22 @@ def test_what_a_step_takes_is_said_beside_other_layouts(
     assert warned in shown and ("The stages" in shown) == bool(warned)
     assert ("75 % of a step's cost" in shown) == ("wait" in warned)
     assert ("strategy=GNNPipeStrategy(num_chunks=1" in shown) == bool(warned)
+
+
+@pytest.mark.parametrize(("alone_s", "is_warned"), [(0.018, False), (0.012, True)])
+def test_one_device_with_all_cores_is_compared_as_well(
+    alone_s: float,
+    is_warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    measuring(monkeypatch, [6e-3] * 4, 0.0, alone_s)
+    monkeypatch.setattr(engine_host.os, "cpu_count", lambda: 5)
+    fit(2, strategy={"balance": "measured"}, max_epochs=1)
+    shown = capfd.readouterr().out
+    assert f"one chunk and 1 thread ({alone_s:.3f} s with 5), 0.02" in shown
+    advice = "and 0.012 s with Trainer(devices=1, strategy=GNNPipeStrategy(num_chunks=1)), with 5"
+    assert (advice in shown) == ("not the fastest" in shown) == is_warned
 
 
 def test_graph_parallelism_sums_for_each_norm(

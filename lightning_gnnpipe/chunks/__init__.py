@@ -5,6 +5,7 @@ from lightning_gnnpipe.chunks.captured import CapturedChunks, SeedOf, can_captur
 from lightning_gnnpipe.chunks.costs import (
     LayerCost,
     StepCosts,
+    computing_with,
     measure_costs,
     now,
 )

@@ -6,9 +6,11 @@ that it has to itself: the model's histories never exist together.
 
 from __future__ import annotations
 
+import os
 import re
 import time
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -97,6 +99,7 @@ class StepCosts:
     """Costs of a training step over all nodes: of layers, and of recomputing values, by name.
 
     They are measured in `num_chunks` chunks. `is_disturbed`: no idle machine takes such times.
+    `by_all_cores`: seconds on one chunk with a thread a core; 0 if not measured.
     """
 
     layers: tuple[LayerCost, ...]
@@ -104,6 +107,7 @@ class StepCosts:
     num_chunks: int = 1
     sizes: InputSizes = field(default_factory=InputSizes)
     is_disturbed: bool = False
+    by_all_cores: float = 0.0
 
     def of(self, stage: Stage) -> list[LayerCost]:
         """Return the costs of all that `stage` computes."""
@@ -175,6 +179,8 @@ _FLOAT = re.compile(r"\d+(\.\d+(e-?\d+)?|e-?\d+)")
 _MOST_RUNS = 5
 _DISTURBED = 3.0  # caches save less
 _LONGEST_S = 1.0  # for repeated runs of all layers
+_forks: list[int] = []  # this process, if it is a fork: more threads of OpenMP may wait for ever
+os.register_at_fork(after_in_child=lambda: _forks.append(os.getpid()))
 _LARGE_WORK = 2**20  # nodes and edges of a chunk that is as fast, for each of them, as any larger
 
 
@@ -187,13 +193,16 @@ def measure_costs(
     histories: HistoryOptions,
     *,
     is_tight: bool = False,
+    shares_cores: bool = False,
 ) -> StepCosts:
     """Time layers in the chunks of `cut` and in one, or in about `cut` chunks and 4 times as many.
 
     In large chunks one more adds no time. `is_tight`: one layer on all nodes may not fit.
+    `shares_cores`: time them with a thread a core as well, as one device alone would compute.
     """
     plan: ChunkPlan | BatchPlan
     other: ChunkPlan | BatchPlan
+    is_large = False
     if isinstance(cut, int):
         plan, other = (_cut(inputs, min(n, inputs.num_nodes)) for n in (cut, 4 * cut))
     elif isinstance(cut, BatchPlan):
@@ -209,6 +218,12 @@ def measure_costs(
     found = costs[plan.num_chunks]
     if other.num_chunks != plan.num_chunks:
         found = found.with_overhead(costs[other.num_chunks])
+    whole, num_cores = next((one for k, one in cuts if k == 1), None), os.cpu_count() or 1
+    is_slower = inputs.edge_index.device.type == "cpu" and torch.get_num_threads() < num_cores
+    if shares_cores and is_slower and not (whole is None or is_large or is_tight or _forks):
+        with computing_with(num_cores):
+            alone = measure_layers(module, layers, whole, call, inputs, histories)
+        found = replace(found, by_all_cores=sum(one.compute_s for one in alone.layers))
     values = {
         name: one.row_bytes * inputs.num_rows(one.kind, one.edge_set)
         for name, one in layers.values.items()
@@ -217,6 +232,17 @@ def measure_costs(
     given = sum(leaf.nbytes for leaf in call.leaves)
     sizes = InputSizes(inputs.num_nodes, sum(inputs.edge_sizes), given, values)
     return replace(found, sizes=sizes)
+
+
+@contextmanager
+def computing_with(num_threads: int) -> Iterator[None]:
+    """Compute with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _cut(inputs: Inputs, num_chunks: int) -> ChunkPlan:

@@ -86,7 +86,16 @@ class Passes:
                 cut = self._graphs.cut_to_measure(key.graph, inputs)
             module, histories = self._model.module, self._graphs.histories
             is_tight = self._options.given.memory_gib is not None
-            found = measure_costs(module, layers, cut, call, inputs, histories, is_tight=is_tight)
+            found = measure_costs(
+                module,
+                layers,
+                cut,
+                call,
+                inputs,
+                histories,
+                is_tight=is_tight,
+                shares_cores=self._transport.has_others,
+            )
             if is_tight:
                 gc.collect()  # layers hold the matrices and plans of the measurement
             return found

@@ -134,7 +134,7 @@ class Forecaster:
             cut = self._cut(num_chunks).plan
         histories = self._options.histories.seen_from(inputs.edge_index.device)
         self._costs = measure_costs(
-            target.module, self._layers, cut, target.call, inputs, histories
+            target.module, self._layers, cut, target.call, inputs, histories, shares_cores=True
         )
 
     def _cut(self, num_chunks: int) -> _Cut:
@@ -196,6 +196,7 @@ class Forecaster:
             edge_cut_frac=edge_cut_frac(self._edge_index, cut.assignment),
             link=self._target.link,
             chunk_times=times,
+            by_all_cores=self._costs.by_all_cores,
         )
 
     def _layouts(self, num_devices: int) -> list[tuple[int, int, int]]:

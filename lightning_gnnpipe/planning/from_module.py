@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch_geometric.data.data import BaseData
 
 from lightning_gnnpipe.calls import classify, flatten_call
+from lightning_gnnpipe.chunks import computing_with
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.graph import StoredGraph
 from lightning_gnnpipe.layers import check_replicas
@@ -110,20 +110,15 @@ def plan_pipeline(
         link=Link.of(link_gbit_per_s, message_s),
         memory_gib=memory_gib,
     )
-    with as_written(module), switched(pipelined, True), _threads_of_one(num_devices):
+    threads = _threads_of_one(num_devices)
+    with as_written(module), switched(pipelined, True), computing_with(threads):
         return Forecaster(target, asked).plan(num_devices)
 
 
-@contextmanager
-def _threads_of_one(num_processes: int) -> Iterator[None]:
-    """Compute with the threads that each of `num_processes` will have; see `divide_threads`."""
-    before = torch.get_num_threads()
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, before // num_processes))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _threads_of_one(num_processes: int) -> int:
+    """Return the threads that each of `num_processes` will have; see `divide_threads`."""
+    number = torch.get_num_threads()
+    return number if "OMP_NUM_THREADS" in os.environ else max(1, number // num_processes)
 
 
 def _first_batch(data: BaseData | pl.LightningDataModule | Iterable[Any]) -> Any:

@@ -106,6 +106,8 @@ class PipelinePlan:
         link: Link speed, and seconds of a message of any size, that are assumed.
         chunk_times: Seconds of computing a step on several stages, of all shards together, by
             number of chunks; the plan's first.
+        by_all_cores: Seconds of a step on one device with one chunk and a thread a core; 0 if the
+            layouts have such threads, or it was not measured.
     """
 
     layout: LayoutForecast
@@ -120,6 +122,7 @@ class PipelinePlan:
     edge_cut_frac: float
     link: Link
     chunk_times: Mapping[int, float]
+    by_all_cores: float = 0.0
 
     @property
     def best(self) -> LayoutForecast:
@@ -135,6 +138,10 @@ class PipelinePlan:
             advice.append(f"No layout fits into the memory. Use more devices: {least}.")
         else:
             advice.append(f"Fastest: {best.options}, {best.step_s:.3f} s per step.")
+            if self.by_all_cores:
+                advice.append(
+                    f"One device with one chunk and a thread a core: {self.by_all_cores:.3f} s."
+                )
             advice.append(TIMED_ALONE)
         if own.step_bytes > min(own.bytes_by_weights.values()):
             advice.append(compare_weights(own.bytes_by_weights))

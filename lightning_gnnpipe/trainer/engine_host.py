@@ -345,14 +345,19 @@ def _expect(
     if costs.is_disturbed:
         return "How long a step takes is not known: the machine was busy while layers were timed."
     times, num_stages = expect_steps(split, costs, inputs, options, plan), len(split.stages)
-    own, best = next(iter(times)), min(times, key=times.__getitem__)
+    own, cores, alone_s = next(iter(times)), os.cpu_count() or 1, costs.by_all_cores
+    best, more = min(times, key=times.__getitem__), ""
+    best_s = times[best]
+    if 0 < alone_s < best_s:
+        best, best_s, more = (1, 1, 1), alone_s, f", with {cores} threads"
     axis = "data" if isinstance(plan, BatchPlan) else "graph"
-    if times[own] > _SLOWER * times[best]:
+    if times[own] > _SLOWER * best_s:
         log.warning(
-            "The stages are not the fastest: a step takes about %.3f s, and %.3f s with %s.",
+            "The stages are not the fastest: a step takes about %.3f s, and %.3f s with %s%s.",
             times[own],
-            times[best],
+            best_s,
             write_layout(*best),
+            more,
         )
     seconds = [one.compute_s for one in costs.at(plan.num_chunks).layers]
     if (slowest := max(seconds)) > 0.5 * sum(seconds) and len(seconds) > 1:
@@ -367,7 +372,9 @@ def _expect(
     number, threads = torch.get_num_threads(), ""
     if inputs.edge_index.device.type == "cpu":
         threads = f" and {number} thread{'s' if number > 1 else ''}"
-        if num_stages > 1 and (cores := os.cpu_count() or 1) > number:
+        if alone_s:
+            threads += f" ({alone_s:.3f} s with {cores})"
+        elif num_stages > 1 and cores > number:
             threads += f" (it could use {cores})"
     one_device = f"on one device with one chunk{threads}"
     names = "in these stages", one_device, "by graph parallelism"

@@ -64,14 +64,15 @@ class BusyClock:
         return self._now
 
 
-def measure(net: nn.Module) -> Any:
+def measure(net: nn.Module, **options: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     edges = torch.randint(0, N, (2, 4 * N), generator=generator)
     call = flatten_call(net, (torch.randn(N, D, generator=generator), edges), {})
     inputs = classify(call)
     layers = cut_module(net, call, inputs)
     plan = plan_from_assignment(edges, N, torch.arange(N) * 4 // N)
-    return layers, costs.measure_layers(net, layers, plan, call, inputs, HistoryOptions())
+    find = costs.measure_layers if not options else costs.measure_costs
+    return layers, find(net, layers, plan, call, inputs, HistoryOptions(), **options)
 
 
 @pytest.mark.parametrize("kind", [Net, Residual])
@@ -187,3 +188,16 @@ def test_making_tables_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     _, found = measure(Net((D,) * 4))
     assert len(made) >= 4  # of two layers and their gradients
     assert sum(cost.compute_s for cost in found.layers) < slow_s
+
+
+@pytest.mark.parametrize("is_fork", [False, True])
+def test_one_device_is_timed_with_a_thread_a_core_where_that_cannot_hang(
+    is_fork: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(costs.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(costs, "_forks", [0] * is_fork)
+    seen, net = list[int](), Net((D, D, D))
+    net.last.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
+    _, found = measure(net, shares_cores=True)
+    assert set(seen) == ({1} if is_fork else {1, 2}) and torch.get_num_threads() == 1
+    assert (found.by_all_cores > 0) == (not is_fork)
