@@ -195,34 +195,33 @@ def measure_costs(
     is_tight: bool = False,
     shares_cores: bool = False,
 ) -> StepCosts:
-    """Time layers in the chunks of `cut` and in one, or in about `cut` chunks and 4 times as many.
+    """Time layers in the chunks of `cut`, or in about so many, and in one.
 
     In large chunks one more adds no time. `is_tight`: one layer on all nodes may not fit.
     `shares_cores`: time them with a thread a core as well, as one device alone would compute.
     """
     plan: ChunkPlan | BatchPlan
     other: ChunkPlan | BatchPlan
-    is_large = False
-    if isinstance(cut, int):
-        plan, other = (_cut(inputs, min(n, inputs.num_nodes)) for n in (cut, 4 * cut))
-    elif isinstance(cut, BatchPlan):
+    if isinstance(cut, BatchPlan):
         assert inputs.graphs is not None
         plan, other = cut, plan_micro_batches(inputs.graphs.work(), inputs.graphs.sizes, 1)
     else:
-        plan = cut
+        plan = _cut(inputs, min(cut, inputs.num_nodes)) if isinstance(cut, int) else cut
         is_large = plan.num_nodes + plan.num_edges > plan.num_chunks * _LARGE_WORK
         other = plan if is_large or is_tight else plan.whole
+        if is_tight and isinstance(cut, int):
+            other = _cut(inputs, min(4 * cut, inputs.num_nodes))
     # Larger chunks first: as in training, smaller ones find the memory that these have freed.
     cuts = sorted({one.num_chunks: one for one in (plan, other)}.items())
     costs = {k: measure_layers(module, layers, one, call, inputs, histories) for k, one in cuts}
     found = costs[plan.num_chunks]
     if other.num_chunks != plan.num_chunks:
         found = found.with_overhead(costs[other.num_chunks])
-    whole, num_cores = next((one for k, one in cuts if k == 1), None), os.cpu_count() or 1
+    num_cores = os.cpu_count() or 1
     is_slower = inputs.edge_index.device.type == "cpu" and torch.get_num_threads() < num_cores
-    if shares_cores and is_slower and not (whole is None or is_large or is_tight or _forks):
+    if shares_cores and is_slower and other.num_chunks == 1 and not _forks:
         with computing_with(num_cores):
-            alone = measure_layers(module, layers, whole, call, inputs, histories)
+            alone = measure_layers(module, layers, other, call, inputs, histories)
         found = replace(found, by_all_cores=sum(one.compute_s for one in alone.layers))
     values = {
         name: one.row_bytes * inputs.num_rows(one.kind, one.edge_set)
