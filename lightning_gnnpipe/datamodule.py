@@ -24,11 +24,11 @@ from torch_geometric.utils import index_to_mask, is_sparse
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, GraphError
 from lightning_gnnpipe.graph import (
     check_edges,
+    cut_in_turn,
     first_not_finite,
     fold,
     open_stored,
     partition_nodes,
-    plan_from_assignment,
     tensor_fingerprint,
     text_fingerprint,
     write_stored,
@@ -132,7 +132,8 @@ def prepare_graph(
     """Write a graph into a folder that ``FullGraphDataModule(folder)`` opens; return the folder.
 
     Nodes lie in the order of chunks, so that no process makes copies of them or cuts the graph.
-    Features are read and written block by block; edges must fit into memory. The folder is written
+    Features are read and written block by block, edges chunk by chunk. Only METIS, KaMinPar and
+    "random" need all edges in memory; "contiguous" and an assignment do not. The folder is written
     whole or not at all. If it holds the same graph in the same chunks, it is left as it is.
 
     Under ``GNNPipeStrategy``, ``trainer.predict`` returns rows of all nodes in the order of
@@ -172,12 +173,15 @@ def prepare_graph(
             parts = partition_nodes(
                 edge_index, num_nodes, num_chunks=num_chunks, method=partition, seed=seed
             )
-            plan = plan_from_assignment(edge_index, num_nodes, parts)
-            arrays = {}
-            for name, one in tensors.items():
-                order = plan.edge_perm if graph.is_edge_attr(name) else None
-                arrays[name] = one, plan.perm if graph.is_node_attr(name) else order
-            write_stored(partial, arrays, plan, {"source": source, "values": values})
+            cut = nodes, _ = cut_in_turn(edge_index, parts)
+            of_edges = {name: one for name, one in tensors.items() if graph.is_edge_attr(name)}
+            arrays = {
+                name: (one, nodes if graph.is_node_attr(name) else None)
+                for name, one in tensors.items()
+                if name not in of_edges
+            }
+            about = {"source": source, "values": values}
+            write_stored(partial, arrays, of_edges, edge_index.size(1), cut, about)
         elif open_stored(folder)[1].source != source:
             _refuse(
                 f"{folder} to hold this graph in these chunks",

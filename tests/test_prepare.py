@@ -16,6 +16,8 @@ import torch
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
@@ -23,7 +25,9 @@ from torch_geometric.nn import GCNConv
 from gnnpipe import main
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, prepare_graph
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, GraphError
-from lightning_gnnpipe.graph import ContentNumbers, partition_nodes, stored
+from lightning_gnnpipe.graph import ContentNumbers, fingerprint, partition_nodes, stored
+from lightning_gnnpipe.graph import partition as partitions
+from lightning_gnnpipe.graph import plan as plans
 from lightning_gnnpipe.graph.fingerprint import tensor_fingerprint
 from tests.helpers.trainers import assert_same, quiet_trainer
 
@@ -202,6 +206,45 @@ def test_arrays_are_prepared_from_the_command_line(
         assert path.read_bytes() == (tmp_path / "found" / path.name).read_bytes()
     monkeypatch.setattr("sys.argv", [*command[:2], str(tmp_path / "none"), *command[3:]])
     assert main() == 1 and "got no folder" in capsys.readouterr().err
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the bytes of the largest new tensor."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        known = {one.untyped_storage().data_ptr() for one in tree_leaves(args) if is_dense(one)}
+        for one in tree_leaves(found):
+            if is_dense(one) and one.untyped_storage().data_ptr() not in known:
+                self.num_bytes = max(self.num_bytes, one.nbytes)
+        return found
+
+
+def is_dense(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
+
+
+@pytest.mark.parametrize("partition", ["contiguous", "given"])
+def test_the_edges_of_one_chunk_alone_are_held(
+    partition: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any number of edges; the arrays are memory-mapped."""
+    for module, name in ((plans, "_BLOCK"), (partitions, "_BLOCK"), (stored, "_BLOCK_BYTES")):
+        monkeypatch.setattr(module, name, 1 << 10)
+    monkeypatch.setattr(fingerprint, "_LARGE_BLOCK", 1 << 10)
+    num_edges, num_chunks, arrays = 200_000, 16, tmp_path / "arrays"
+    arrays.mkdir()
+    edges = torch.randint(NUM_NODES, (2, num_edges), generator=torch.Generator().manual_seed(0))
+    np.save(arrays / "edge_index.npy", edges.numpy())
+    np.save(arrays / "edge_weight.npy", np.ones(num_edges, np.float32))
+    np.save(arrays / "x.npy", np.ones((NUM_NODES, 2), np.float32))
+    given: Any = torch.arange(NUM_NODES) % num_chunks if partition == "given" else partition
+    with Largest() as largest:
+        prepare_graph(arrays, tmp_path / "graph", num_chunks=num_chunks, partition=given)
+    of_chunk = 2 * 8 * num_edges / num_chunks  # pairs of 64 bits
+    assert of_chunk / 2 < largest.num_bytes < 1.5 * of_chunk
 
 
 def test_the_same_graph_is_left_and_another_refused(folder: Path) -> None:

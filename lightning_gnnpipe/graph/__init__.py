@@ -26,6 +26,7 @@ from lightning_gnnpipe.graph.plan import (
     ChunkPlan,
     MicroBatch,
     chunk_order,
+    cut_in_turn,
     plan_from_assignment,
     plan_micro_batches,
     shard_plan,

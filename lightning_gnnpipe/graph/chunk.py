@@ -114,27 +114,33 @@ def moved(value: Any, device: torch.device | str) -> Any:
 
 def cut_edges(edges: Tensor, ends: Tensor, edge_ends: Tensor) -> Iterator[Chunk]:
     """Yield the chunks of `edges`, `[2, num_edges]` positions sorted by target."""
-    start, edge_start = 0, 0
-    for index, (end, edge_end) in enumerate(zip(ends.tolist(), edge_ends.tolist(), strict=True)):
-        source, target = edges[:, edge_start:edge_end]
-        is_outside = (source < start) | (source >= end)
-        halo, place = torch.unique(source[is_outside], return_inverse=True)
-        local = torch.stack([source, target]).sub_(start)
-        local[0, is_outside] = place + (end - start)
-        owners = torch.searchsorted(ends, halo, right=True)
-        chunks, counts = torch.unique_consecutive(owners, return_counts=True)
-        yield Chunk(
-            index=index,
-            start=start,
-            end=end,
-            halo=halo,
-            halo_chunks=tuple(chunks.tolist()),
-            halo_counts=tuple(counts.tolist()),
-            edge_start=edge_start,
-            edge_end=edge_end,
-            edge_index=local,
-        )
-        start, edge_start = end, edge_end
+    edge_start = 0
+    for index, edge_end in enumerate(edge_ends.tolist()):
+        yield cut_chunk(edges[:, edge_start:edge_end], ends, index, edge_start)
+        edge_start = edge_end
+
+
+def cut_chunk(edges: Tensor, ends: Tensor, index: int, edge_start: int) -> Chunk:
+    """Return chunk `index` with all its `edges`; `ends`: the end position of each chunk."""
+    (source, target), end = edges, int(ends[index])
+    start = int(ends[index - 1]) if index else 0
+    is_outside = (source < start) | (source >= end)
+    halo, place = torch.unique(source[is_outside], return_inverse=True)
+    local = torch.stack([source, target]).sub_(start)
+    local[0, is_outside] = place + (end - start)
+    owners = torch.searchsorted(ends, halo, right=True)
+    chunks, counts = torch.unique_consecutive(owners, return_counts=True)
+    return Chunk(
+        index=index,
+        start=start,
+        end=end,
+        halo=halo,
+        halo_chunks=tuple(chunks.tolist()),
+        halo_counts=tuple(counts.tolist()),
+        edge_start=edge_start,
+        edge_end=edge_start + edges.size(1),
+        edge_index=local,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

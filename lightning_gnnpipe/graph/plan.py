@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from random import Random
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.graph.chunk import Chunk, Shard, cut_edges, cut_shard, make_shard, moved
+from lightning_gnnpipe.graph.chunk import (
+    Chunk,
+    Shard,
+    cut_chunk,
+    cut_edges,
+    cut_shard,
+    make_shard,
+    moved,
+)
 from lightning_gnnpipe.graph.partition import check_assignment
+
+_BLOCK = 1 << 22  # edges that are looked at together
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,18 +194,55 @@ def plan_from_assignment(
 def _in_chunks(
     edge_index: Tensor, assignment: Tensor, num_chunks: int, kept: Tensor | None
 ) -> ChunkPlan:
-    num_nodes = assignment.numel()
-    assignment = assignment.to(edge_index.device).long()
-    perm = assignment.argsort(stable=True)
-    position = torch.empty_like(perm)
-    position[perm] = torch.arange(num_nodes, device=perm.device)
+    perm, position, ends = _in_order(assignment.to(edge_index.device).long(), num_chunks)
     if kept is None:
         kept = torch.arange(edge_index.size(1), device=perm.device)
     else:
         edge_index = edge_index[:, kept]
     source, target = position[edge_index[0].long()], position[edge_index[1].long()]
-    ends = torch.bincount(assignment, minlength=num_chunks).cumsum(0)
     return _assemble(perm, source, target, kept, ends)
+
+
+def _in_order(assignment: Tensor, num_chunks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the node at each position, the position of each node, and the end of each chunk."""
+    perm = assignment.argsort(stable=True)
+    position = torch.empty_like(perm)
+    position[perm] = torch.arange(perm.numel(), device=perm.device)
+    return perm, position, torch.bincount(assignment, minlength=num_chunks).cumsum(0)
+
+
+class CutChunk(NamedTuple):
+    """A chunk; its edges, `[2, num_edges]` positions; the user's edge in each of its slots."""
+
+    chunk: Chunk
+    edges: Tensor
+    slots: Tensor
+
+
+def cut_in_turn(edge_index: Tensor, assignment: Tensor) -> tuple[Tensor, Iterator[CutChunk]]:
+    """Return `[num_nodes]` the node at each position, and the chunks of `plan_from_assignment`.
+
+    Edges are read block by block, once for each chunk: no more than those of one chunk are held.
+    """
+    num_chunks = int(assignment.max()) + 1
+    perm, position, ends = _in_order(assignment, num_chunks)
+    owners = assignment.to(torch.int16 if num_chunks < 1 << 15 else torch.int32)
+
+    def cut() -> Iterator[CutChunk]:
+        edge_start = 0
+        for index in range(num_chunks):
+            found = [
+                (owners[block.long()] == index).nonzero().flatten() + number * _BLOCK
+                for number, block in enumerate(torch.split(edge_index[1], _BLOCK))
+            ]
+            slots = torch.cat(found)
+            source, target = (position[side[slots].long()] for side in edge_index)
+            target, order = target.sort(stable=True)
+            edges = torch.stack([source[order], target])
+            yield CutChunk(cut_chunk(edges, ends, index, edge_start), edges, slots[order])
+            edge_start += slots.numel()
+
+    return perm, cut()
 
 
 def plan_of_shard(shard: Shard) -> ChunkPlan:

@@ -16,11 +16,11 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 import torch
@@ -30,8 +30,7 @@ from lightning_gnnpipe._compat_torch import pytree
 from lightning_gnnpipe.errors import ConfigError, GraphError
 from lightning_gnnpipe.graph.chunk import Chunk
 from lightning_gnnpipe.graph.fingerprint import fold, set_number, tensor_fingerprint
-from lightning_gnnpipe.graph.partition import edge_cut_frac
-from lightning_gnnpipe.graph.plan import ChunkPlan
+from lightning_gnnpipe.graph.plan import ChunkPlan, CutChunk
 
 _FORMAT, _VERSION = "graph of lightning_gnnpipe", 1
 _MANIFEST = "manifest.json"
@@ -193,24 +192,50 @@ def _is_taken(folder: Path) -> bool:
 
 
 def write_stored(
-    folder: Path, arrays: Mapping[str, Array], plan: ChunkPlan, about: dict[str, Any]
+    folder: Path,
+    arrays: Mapping[str, Array],
+    of_edges: Mapping[str, Tensor],
+    num_edges: int,
+    cut: tuple[Tensor, Iterable[CutChunk]],
+    about: dict[str, Any],
 ) -> None:
-    """Write tensors, and the edges of a plan, into an empty folder, block by block.
+    """Write a graph into an empty folder, block by block, and its edges chunk by chunk.
 
+    `of_edges`: tensors with a row an edge, in the user's order; `cut`: as `cut_in_turn` gives it;
     `about`: `source` of `StoredGraph`, and `values` that are no tensors.
     """
-    [whole] = plan.whole.chunks
-    cut = torch.cat([chunk.edge_index.flatten() for chunk in plan.chunks])
-    halos = torch.cat([chunk.halo for chunk in plan.chunks])
-    made = {"edge_index": whole.edge_index, "n_id": plan.perm}
-    made |= zip(_OF_PLAN, (cut, halos), strict=True)
-    every = {**arrays, **{name: (tensor, None) for name, tensor in made.items()}}
+    nodes, chunks = cut
+    of_nodes = {**arrays, "n_id": (nodes, None)}
+    written = {name: _write_array(folder, name, *one) for name, one in of_nodes.items()}
+    bounds, num_cut = list[dict[str, Any]](), 0
+    with ExitStack() as stack:
+
+        def make(
+            name: str, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.int64
+        ) -> _Writer:
+            file = stack.enter_context(open(folder / f"{name}.npy", "wb"))
+            return _Writer(file, shape, dtype)
+
+        ends = make("edge_index", (2, num_edges))
+        local, halos = map(make, _OF_PLAN)
+        rows = {name: make(name, one.shape, one.dtype) for name, one in of_edges.items()}
+        for chunk, edges, slots in chunks:
+            for side, positions in enumerate(edges):
+                ends.write(positions, place=side * num_edges + chunk.edge_start)
+            local.write(chunk.edge_index.flatten())
+            halos.write(chunk.halo)
+            for name, one in of_edges.items():
+                rows[name].write(one, slots)
+            bounds.append({name: getattr(chunk, name) for name in _BOUNDS})
+            num_cut += int((chunk.edge_index[0] >= chunk.num_nodes).sum())
+        made = {"edge_index": ends, **rows, **dict(zip(_OF_PLAN, (local, halos), strict=True))}
+        written |= {name: one.finish() for name, one in made.items()}
     about |= {
         "format": _FORMAT,
         "version": _VERSION,
-        "cut_frac": edge_cut_frac(whole.edge_index, plan.chunk_of_position()),
-        "arrays": {n: _write_array(folder / f"{n}.npy", *one) for n, one in every.items()},
-        "chunks": [{name: getattr(one, name) for name in _BOUNDS} for one in plan.chunks],
+        "cut_frac": num_cut / max(num_edges, 1),
+        "arrays": written,
+        "chunks": bounds,
     }
     with open(folder / _MANIFEST, "w") as file:
         json.dump(about, file, indent=1)
@@ -218,21 +243,51 @@ def write_stored(
         os.fsync(file.fileno())
 
 
-def _write_array(path: Path, tensor: Tensor, order: Tensor | None) -> dict[str, Any]:
+def _write_array(folder: Path, name: str, tensor: Tensor, order: Tensor | None) -> dict[str, Any]:
     """Write the rows of a tensor in this order; return what the manifest says of them."""
-    rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
-    height = max(_BLOCK_BYTES // max(rows[:1].nbytes, 1), 1)
-    header = {"descr": _as_array(rows[:0]).dtype.str, "fortran_order": False}
-    with open(path, "wb") as file:
-        np.lib.format.write_array_header_1_0(file, {**header, "shape": tuple(tensor.shape)})
+    with open(folder / f"{name}.npy", "wb") as file:
+        writer = _Writer(file, tensor.shape, tensor.dtype)
+        writer.write(tensor, order)
+        return writer.finish()
+
+
+class _Writer:
+    """Writes an array into a file, block by block; `shape` None: as many values as are written."""
+
+    def __init__(self, file: BinaryIO, shape: Sequence[int] | None, dtype: torch.dtype) -> None:
+        self._file, self._dtype, self._grows = file, dtype, shape is None
+        self._shape = (0,) if shape is None else tuple(shape)
+        self._begin()
+        self._first = file.tell()
+
+    def _begin(self) -> None:
+        """Write the header, in which NumPy leaves room for a length that grows."""
+        kind = _as_array(torch.empty(0, dtype=self._dtype)).dtype.str
+        header = {"descr": kind, "fortran_order": False, "shape": self._shape}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+    def write(self, tensor: Tensor, order: Tensor | None = None, place: int | None = None) -> None:
+        """Write rows, in this order, behind the last ones, or from value number `place` on."""
+        if place is not None:
+            self._file.seek(self._first + place * tensor.element_size())
+        rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
+        height = max(_BLOCK_BYTES // max(rows[:1].nbytes, 1), 1)
         for block in torch.split(rows if order is None else order, height):
-            file.write(_as_array(block if order is None else rows[block]).tobytes())
-        file.flush()
-        os.fsync(file.fileno())
-    array = np.load(path, mmap_mode="c" if tensor.numel() else None)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    fingerprint = tensor_fingerprint(torch.from_numpy(array).view(tensor.dtype))
-    return {"dtype": dtype, "shape": list(tensor.shape), "fingerprint": fingerprint}
+            self._file.write(_as_array(block if order is None else rows[block]).tobytes())
+
+    def finish(self) -> dict[str, Any]:
+        """Return what the manifest says of the array, once it is on the disk."""
+        if self._grows:
+            num_bytes = self._file.seek(0, os.SEEK_END) - self._first
+            self._shape = (num_bytes // self._dtype.itemsize,)
+            self._file.seek(0)
+            self._begin()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        array = np.load(self._file.name, mmap_mode=None if 0 in self._shape else "c")
+        fingerprint = tensor_fingerprint(torch.from_numpy(array).view(self._dtype))
+        dtype = str(self._dtype).removeprefix("torch.")
+        return {"dtype": dtype, "shape": list(self._shape), "fingerprint": fingerprint}
 
 
 def _as_array(tensor: Tensor) -> np.ndarray[Any, Any]:

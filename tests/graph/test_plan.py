@@ -15,10 +15,12 @@ from lightning_gnnpipe.graph import (
     ChunkPlan,
     check_graph,
     chunk_order,
+    cut_in_turn,
     partition_nodes,
     plan_from_assignment,
     plan_micro_batches,
 )
+from lightning_gnnpipe.graph import plan as plans
 from tests.graph.strategies import DRAWN_ASSIGNMENT, DRAWN_EDGES, cut_multigraphs
 
 
@@ -58,6 +60,31 @@ def test_any_plan_is_the_graph_by_brute_force(graph: tuple[Tensor, int, Tensor])
         assert dict(zip(chunk.halo_chunks, chunk.halo_counts, strict=True)) == counts
         assert chunk.halo_chunks == tuple(counts)
     assert (node, edge) == (num_nodes, edge_index.size(1))
+
+
+@pytest.mark.parametrize("block", [1, 3, 1 << 22])
+def test_chunks_that_are_cut_in_turn_are_those_of_the_plan(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "_BLOCK", block)
+
+    @given(cut_multigraphs())
+    @settings(max_examples=60)
+    def compare(graph: tuple[Tensor, int, Tensor]) -> None:
+        edge_index, num_nodes, assignment = graph
+        whole = plan_from_assignment(edge_index, num_nodes, assignment)
+        nodes, found = cut_in_turn(edge_index.int(), assignment)
+        cut = list(found)
+        assert torch.equal(nodes, whole.perm)
+        assert torch.equal(torch.cat([one.slots for one in cut]), whole.edge_perm)
+        edges = torch.cat([one.edges for one in cut], dim=1)
+        assert torch.equal(edges, whole.whole.chunks[0].edge_index)
+        for (chunk, _, _), expected in zip(cut, whole.chunks, strict=True):
+            for name in Chunk.__dataclass_fields__.keys() - {"is_whole"}:
+                one, other = getattr(chunk, name), getattr(expected, name)
+                assert torch.equal(one, other) if isinstance(one, Tensor) else one == other, name
+
+    compare()
 
 
 def test_whole_keeps_the_positions_and_all_tensors_move() -> None:
