@@ -235,6 +235,8 @@ def report(
     table.add_column("one device,\none chunk", justify="right")
     table.add_column(f"pipeline\n{num_stages} stages, {num_chunks} chunks", justify="right")
     add = table.add_row
+    one = f"{torch.get_num_threads()}"
+    add("threads", one, one, " + ".join([one] * num_stages))
     add("test accuracy", *(f"{run.test_acc:.1%}" for run in runs))
     add("seconds an epoch, median", *(f"{run.epoch_s:.3f}" for run in runs))
     add("bytes an epoch, measured", "0", "0", f"{measured_bytes:,}")

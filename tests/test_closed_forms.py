@@ -61,6 +61,18 @@ def test_one_rank_sends_nothing() -> None:
     assert step_s(**one, output_bytes=1000) == 12
 
 
+def test_ranks_share_cores() -> None:
+    assert step_s(most_stages=2) == step_s()
+    assert step_s(most_stages=1) == 12 + 12
+    assert step_s(most_stages=0.5) == 2 * (12 + 12)  # two shards on one core
+
+
+def test_exchanges_may_be_slower_than_cuts() -> None:
+    link = Link(100.0, 0.0, exchange_bytes_per_s=50.0)
+    assert step_s(link=link, cut_bytes=[2000]) == step_s(cut_bytes=[2000])
+    assert step_s(link=link, halo_bytes=[2400, 2400]) == step_s(halo_bytes=[4800, 4800])
+
+
 def test_factorisations() -> None:
     assert factorize(12, most_stages=5) == ((1, 12), (2, 6), (3, 4), (4, 3))
     assert factorize(7, most_stages=6) == ((1, 7),)

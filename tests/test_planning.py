@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,19 @@ def test_all_layouts_of_the_devices_are_compared() -> None:
     assert asked.layout.sizes == (2, 2, 4) and len(asked.layouts) == 4
     many = plan_of(graph_parallel=2, num_stages=1)
     assert [one.sizes for one in many.layouts] == [(1, 1, 1), (1, 2, 1), (2, 1, 4), (1, 2, 4)]
+
+
+@pytest.mark.parametrize(("factor", "is_alone"), [(0.5, True), (1.05, False), (9.0, False)])
+def test_one_device_with_all_cores_is_a_row(factor: float, is_alone: bool) -> None:
+    plan = plan_of(num_devices=2, link_gbit_per_s=1e9)
+    plan = replace(plan, by_all_cores=factor * min(one.step_s for one in plan.layouts))
+    [row] = [line for line in str(plan).splitlines() if "the same, a thread a core" in line]
+    assert row.startswith("* ") == is_alone and str(plan).count("\n* ") == 1
+    assert f"{plan.by_all_cores:.3f}" in row
+    [advice] = [line for line in plan.advice if line.startswith("Fastest: ")]
+    assert ("devices=1" in advice) == is_alone or plan.best is plan.layouts[0]
+    is_close = any("devices=1" in line and "may be as fast" in line for line in plan.advice)
+    assert is_close or factor != 1.05 or plan.best is plan.layouts[0]
 
 
 def test_layers_that_must_stay_together_are_not_cut_apart() -> None:

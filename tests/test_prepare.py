@@ -234,6 +234,7 @@ def test_the_edges_of_one_chunk_alone_are_held(
     for module, name in ((plans, "_BLOCK"), (partitions, "_BLOCK"), (stored, "_BLOCK_BYTES")):
         monkeypatch.setattr(module, name, 1 << 10)
     monkeypatch.setattr(fingerprint, "_LARGE_BLOCK", 1 << 10)
+    monkeypatch.setattr(plans, "_HELD", 1)
     num_edges, num_chunks, arrays = 200_000, 16, tmp_path / "arrays"
     arrays.mkdir()
     edges = torch.randint(NUM_NODES, (2, num_edges), generator=torch.Generator().manual_seed(0))

@@ -128,6 +128,19 @@ def test_one_device_with_all_cores_is_compared_as_well(
     assert f"one chunk and 1 thread ({alone_s:.3f} s with 5), 0.02" in shown
     advice = "and 0.012 s with Trainer(devices=1, strategy=GNNPipeStrategy(num_chunks=1)), with 5"
     assert (advice in shown) == ("not the fastest" in shown) == is_warned
+    assert ("So one device may be as fast." in shown) != is_warned
+
+
+def test_processes_that_share_cores_take_longer(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two on one core take what all layers do."""
+    measuring(monkeypatch, [0.5] * 4, 0.0)
+    monkeypatch.setattr(engine_host.os, "cpu_count", lambda: 1)
+    fit(2, strategy={"balance": "measured"}, max_epochs=1)
+    shown = capfd.readouterr().out
+    assert re.search(r"2\.00\d s in these stages, 2\.000 s on one device .*by graph para", shown)
+    assert "2 processes share 1 cores. So one device may be as fast." in shown
 
 
 def test_graph_parallelism_sums_for_each_norm(
@@ -204,6 +217,7 @@ def test_micro_batches_that_cost_more_than_they_save_are_warned_of(
 ) -> None:
     measuring(monkeypatch, [0.4] * 4, 0.1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(engine_host.os, "cpu_count", lambda: 6)
     trainer = make_trainer(2, 4, max_epochs=1, strategy={"balance": "measured"})
     loader = DataLoader([draw_batch((4, 7, 5, 9, 5, 6, 3, 8))], batch_size=None)
     trainer.fit(OfGraphs(), loader)
@@ -211,7 +225,7 @@ def test_micro_batches_that_cost_more_than_they_save_are_warned_of(
     assert re.search(
         r"Pipeline: 2 stages of 2 \+ 2 layers, 4 micro-batches\. "
         r"Expected for a step: 1\.00\d s in these stages, "
-        r"0\.400 s on one device with one chunk and 3 threads\.",
+        r"0\.400 s on one device with one chunk and 3 threads \(it could use 6\)\.",
         shown,
     )
     assert "Trainer(devices=1, strategy=GNNPipeStrategy(num_chunks=1))" in shown

@@ -129,7 +129,7 @@ class EmbeddingRefresh(PipeCallback):
 
     Raises:
         ConfigError: If `every_n_epochs` is not a positive integer, or `how` is invalid; once it is
-            used, if no embeddings of the strategy are ever stale.
+            used, with `data_parallel`, which is for batches of graphs.
 
     Examples:
         >>> from lightning_gnnpipe import EmbeddingRefresh

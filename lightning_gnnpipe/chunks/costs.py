@@ -109,6 +109,11 @@ class StepCosts:
     is_disturbed: bool = False
     by_all_cores: float = 0.0
 
+    @property
+    def compute_s(self) -> float:
+        """Seconds of all layers, forward and backward."""
+        return sum(one.compute_s for one in self.layers)
+
     def of(self, stage: Stage) -> list[LayerCost]:
         """Return the costs of all that `stage` computes."""
         again = [self.repeats[name] for part in stage.repeated for name in part.outputs]
@@ -137,7 +142,7 @@ class StepCosts:
 
         layers = tuple(map(compare, self.layers, other.layers))
         repeats = {name: compare(one, other.repeats[name]) for name, one in self.repeats.items()}
-        both = ((one.num_chunks, sum(c.compute_s for c in one.layers)) for one in (self, other))
+        both = ((one.num_chunks, one.compute_s) for one in (self, other))
         (few, few_s), (many, many_s) = sorted(both)
         is_disturbed = few_s > _DISTURBED * many_s or many_s / many > _DISTURBED * few_s / few
         return replace(self, layers=layers, repeats=repeats, is_disturbed=is_disturbed)
@@ -221,8 +226,10 @@ def measure_costs(
     is_slower = inputs.edge_index.device.type == "cpu" and torch.get_num_threads() < num_cores
     if shares_cores and is_slower and other.num_chunks == 1 and not _forks:
         with computing_with(num_cores):
-            alone = measure_layers(module, layers, other, call, inputs, histories)
-        found = replace(found, by_all_cores=sum(one.compute_s for one in alone.layers))
+            alone = [measure_layers(module, layers, other, call, inputs, histories)]
+            if alone[0].compute_s > costs[1].compute_s:  # the threads had just begun
+                alone.append(measure_layers(module, layers, other, call, inputs, histories))
+        found = replace(found, by_all_cores=min(one.compute_s for one in alone))
     values = {
         name: one.row_bytes * inputs.num_rows(one.kind, one.edge_set)
         for name, one in layers.values.items()

@@ -25,6 +25,7 @@ from lightning_gnnpipe.graph.chunk import (
 from lightning_gnnpipe.graph.partition import check_assignment
 
 _BLOCK = 1 << 22  # edges that are looked at together
+_HELD = 1 << 24  # edges whose numbers are held together
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,25 +223,36 @@ class CutChunk(NamedTuple):
 def cut_in_turn(edge_index: Tensor, assignment: Tensor) -> tuple[Tensor, Iterator[CutChunk]]:
     """Return `[num_nodes]` the node at each position, and the chunks of `plan_from_assignment`.
 
-    Edges are read block by block, once for each chunk: no more than those of one chunk are held.
+    Edges are read block by block: at most one chunk's are held, and the numbers of `_HELD` edges.
     """
     num_chunks = int(assignment.max()) + 1
     perm, position, ends = _in_order(assignment, num_chunks)
     owners = assignment.to(torch.int16 if num_chunks < 1 << 15 else torch.int32)
+    blocks = torch.split(edge_index[1], _BLOCK)
+    counts = (torch.bincount(owners[one.long()], minlength=num_chunks) for one in blocks)
+    passed = sum(counts, torch.zeros(num_chunks, dtype=torch.int64)).cumsum(0) // _HELD
+
+    def find(group: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the chunks of a group that is read at once, and the edges that end in each."""
+        first, end = torch.searchsorted(passed, torch.tensor([group, group + 1])).tolist()
+        places, found = list[Tensor](), list[Tensor]()
+        for number, block in enumerate(blocks):
+            owner = owners[block.long()]
+            places.append(((owner >= first) & (owner < end)).nonzero().flatten())
+            found.append(owner[places[-1]])
+            places[-1] += number * _BLOCK
+        slots, owner = torch.cat(places), torch.cat(found)
+        yield from ((index, slots[owner == index]) for index in range(first, end))
 
     def cut() -> Iterator[CutChunk]:
         edge_start = 0
-        for index in range(num_chunks):
-            found = [
-                (owners[block.long()] == index).nonzero().flatten() + number * _BLOCK
-                for number, block in enumerate(torch.split(edge_index[1], _BLOCK))
-            ]
-            slots = torch.cat(found)
-            source, target = (position[side[slots].long()] for side in edge_index)
-            target, order = target.sort(stable=True)
-            edges = torch.stack([source[order], target])
-            yield CutChunk(cut_chunk(edges, ends, index, edge_start), edges, slots[order])
-            edge_start += slots.numel()
+        for group in torch.unique(passed).tolist():
+            for index, slots in find(group):
+                source, target = (position[side[slots].long()] for side in edge_index)
+                target, order = target.sort(stable=True)
+                edges = torch.stack([source[order], target])
+                yield CutChunk(cut_chunk(edges, ends, index, edge_start), edges, slots[order])
+                edge_start += slots.numel()
 
     return perm, cut()
 

@@ -3,28 +3,32 @@
 All K chunks pass S stages, forward and backward, in `(K + S - 1) / K` times what the slowest stage
 takes; a link that is slower than the stages sets the pace instead. A message takes
 `message_s + num_bytes / bytes_per_s` (Hockney, The communication challenge for MPP, 1994). Ignored:
-ranks of one machine share its memory and cores.
+ranks of one machine share its memory.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Seconds of a message by gloo between two processes of a machine with two cores, while both
 # compute: the median in `examples/benchmarks/prediction`.
 MESSAGE_S = 1.4e-3
-_LINK_GBIT_PER_S = 10.0  # typical between machines
-_GLOO_GBIT_PER_S = 1.0  # that exchanges reach within a machine, in `examples/benchmarks/scale`
+_LINK_GBIT_PER_S = 10.0  # typical between machines; about that of gloo within one
+_EXCHANGE_GBIT_PER_S = 1.0  # that gloo reaches within one, in `examples/benchmarks/scale`
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The link of a rank: bytes per second each way, and seconds per message of any size."""
+    """The link of a rank: bytes per second each way, and seconds per message of any size.
+
+    `exchange_bytes_per_s`: of exchanges between shards, for which all wait; None for the same.
+    """
 
     bytes_per_s: float
     message_s: float = MESSAGE_S
+    exchange_bytes_per_s: float | None = None
 
     @staticmethod
     def of(gbit_per_s: float, message_s: float = MESSAGE_S) -> Link:
@@ -37,9 +41,10 @@ class Link:
         return self.bytes_per_s * 8 / 1e9
 
 
-def usual_gbit_per_s(*, is_gloo: bool) -> float:
-    """Return the speed of a link that is not given, in Gbit/s."""
-    return _GLOO_GBIT_PER_S if is_gloo else _LINK_GBIT_PER_S
+def usual_link(*, is_gloo: bool, message_s: float = MESSAGE_S) -> Link:
+    """Return the link of a rank if its speed is not given."""
+    link = Link.of(_LINK_GBIT_PER_S, message_s)
+    return replace(link, exchange_bytes_per_s=_EXCHANGE_GBIT_PER_S * 1e9 / 8) if is_gloo else link
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,7 @@ class LayoutWork:
         output_bytes: Bytes of the outputs of all nodes.
         num_rounds: Rounds of sending them to all ranks.
         waits_for_halo: Whether ranks wait for exchanges; else they only need to keep up.
+        most_stages: Stages that compute at the same time: ranks of one machine share its cores.
     """
 
     num_chunks: int
@@ -68,13 +74,15 @@ class LayoutWork:
     output_bytes: float = 0.0
     num_rounds: int = 0
     waits_for_halo: bool = True
+    most_stages: float = math.inf
 
 
 def time_layout(work: LayoutWork) -> tuple[float, float]:
     """Return the seconds of a step, and the share of it in which ranks neither compute nor copy."""
     link, num_stages, num_chunks = work.link, len(work.compute_s), work.num_chunks
+    exchanged = link.exchange_bytes_per_s or link.bytes_per_s
     halo_s = [
-        number * link.message_s + size / link.bytes_per_s
+        number * link.message_s + size / exchanged
         for number, size in zip(work.num_messages, work.halo_bytes, strict=True)
     ]
     waited_s = halo_s if work.waits_for_halo else [0.0] * num_stages
@@ -83,6 +91,7 @@ def time_layout(work: LayoutWork) -> tuple[float, float]:
         slowest_s * (num_chunks + num_stages - 1) / num_chunks,
         slowest_s * num_stages / num_chunks + max(work.cut_bytes, default=0.0) / link.bytes_per_s,
         *halo_s,
+        sum(work.compute_s) / work.most_stages,
     )
     pipeline_s += 2 * (num_stages - 1) * link.message_s
     outputs_s = work.num_rounds * (link.message_s + work.output_bytes / link.bytes_per_s)

@@ -7,6 +7,8 @@ link speed, memory         |
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,7 +52,7 @@ from lightning_gnnpipe.planning.closed_forms import (
     factorize,
     num_rounds,
     time_layout,
-    usual_gbit_per_s,
+    usual_link,
 )
 from lightning_gnnpipe.planning.pipeline_plan import (
     LayoutForecast,
@@ -235,7 +237,8 @@ class Forecaster:
             shards = split_chunks(self._edge_index, cut.assignment, num_shards)
         sizes = measure_split(cut.edge_index, cut.assignment, shards, num_shards)
         measured = self._costs.at(num_chunks)
-        work = _work(split, sizes, measured, setting[0], target.link)
+        ranks = ranks_at_once(target.inputs.edge_index.device)
+        work = _work(split, sizes, measured, setting[0], target.link, ranks)
         step_s, bubble_frac = time_layout(work)
         halo_row_bytes = sum(_halo_row_bytes(one, self._options) for one in measured.layers)
         more = 2 * int(sizes.received.sum()) * halo_row_bytes
@@ -334,13 +337,14 @@ def expect_steps(
     inputs: Inputs,
     options: StrategyOptions,
     cut: ChunkPlan | BatchPlan,
+    num_ranks: float,
 ) -> dict[tuple[int, int, int], float]:
     """Return the seconds of a step by stages, shards and chunks: of a run without shards first.
 
     Then of one device with one chunk, and of graph parallelism, whose shards are runs of chunks.
+    `num_ranks`: those that compute at the same time.
     """
-    is_gloo = inputs.edge_index.device.type == "cpu"
-    link = Link.of(usual_gbit_per_s(is_gloo=is_gloo))
+    link = usual_link(is_gloo=inputs.edge_index.device.type == "cpu")
     num_stages, num_chunks = len(split.stages), cut.num_chunks
     stages = split_layers(split.layers, (len(split.layers.segments),))
     whole = replace(split, stages=stages, users=find_users(stages, split.module))
@@ -357,7 +361,7 @@ def expect_steps(
         layouts.append((replace(whole, num_shards=num_stages), 1, sizes))
     found = {}
     for one, number, pieces in layouts:
-        work = _work(one, pieces, costs.at(number), options, link)
+        work = _work(one, pieces, costs.at(number), options, link, num_ranks)
         found[len(one.stages), one.num_shards, number] = time_layout(work)[0]
     return found
 
@@ -368,6 +372,7 @@ def _work(
     costs: StepCosts,
     options: StrategyOptions,
     link: Link,
+    num_ranks: float,
 ) -> LayoutWork:
     """Add up the work of a step; `sizes`: of the pieces of several shards."""
     num_shards, num_others = split.num_shards, len(split.stages) - 1
@@ -400,7 +405,15 @@ def _work(
         output_bytes=split.output_bytes,
         num_rounds=num_rounds(len(split.stages) * num_shards),
         waits_for_halo=not options.async_halo,
+        most_stages=num_ranks / num_shards,
     )
+
+
+def ranks_at_once(device: torch.device, num_hosts: int = 1) -> float:
+    """Return how many ranks with so many threads compute at the same time on hosts like this."""
+    threads = torch.get_num_threads()
+    cores = max(os.cpu_count() or 1, threads)
+    return num_hosts * cores / threads if device.type == "cpu" else math.inf
 
 
 def _count_norms(split: Split) -> list[int]:

@@ -19,7 +19,7 @@ from lightning_gnnpipe.graph import StoredGraph
 from lightning_gnnpipe.layers import check_replicas
 from lightning_gnnpipe.methods import PipelinedMethod, is_one_graph
 from lightning_gnnpipe.options import RunOptions, StrategyOptions
-from lightning_gnnpipe.planning.closed_forms import MESSAGE_S, Link, usual_gbit_per_s
+from lightning_gnnpipe.planning.closed_forms import MESSAGE_S, Link, usual_link
 from lightning_gnnpipe.planning.forecast import Forecaster, Target
 from lightning_gnnpipe.planning.pipeline_plan import PipelinePlan
 from lightning_gnnpipe.stages import (
@@ -50,7 +50,7 @@ def plan_pipeline(
 ) -> PipelinePlan:
     """Return how `module` and `data` would be cut; see `GNNPipeStrategy.plan`."""
     for name, value, remedy in (
-        ("link_gbit_per_s", link_gbit_per_s, "1 is usual on CPUs, 10 on GPUs."),
+        ("link_gbit_per_s", link_gbit_per_s, "10 is usual."),
         ("message_us", message_us, "Leave it out if you do not know it."),
         ("memory_gib", memory_gib, "Leave it out if there is no limit."),
         ("num_devices", num_devices, "Give the number of devices of all stages together."),
@@ -89,9 +89,10 @@ def plan_pipeline(
             remedy="Serve a single graph by DataLoader([data], batch_size=None). For batches of "
             "graphs, the start of fit says what a step takes.",
         )
-    if link_gbit_per_s is None:
-        link_gbit_per_s = usual_gbit_per_s(is_gloo=inputs.edge_index.device.type == "cpu")
     message_s = MESSAGE_S if message_us is None else message_us / 1e6
+    link = usual_link(is_gloo=inputs.edge_index.device.type == "cpu", message_s=message_s)
+    if link_gbit_per_s is not None:
+        link = Link.of(link_gbit_per_s, message_s)
     check_replicas(options.data_parallel)
     memory_gib = options.memory_gib if memory_gib is None else memory_gib
     if options.graph_parallel == 1:
@@ -107,7 +108,7 @@ def plan_pipeline(
         inputs=inputs,
         options=options,
         num_chunks=options.count_chunks(asked[0] if asked else num_devices, inputs.num_nodes),
-        link=Link.of(link_gbit_per_s, message_s),
+        link=link,
         memory_gib=memory_gib,
     )
     threads = _threads_of_one(num_devices)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_gnnpipe.chunks import LayerCost
 from lightning_gnnpipe.planning.closed_forms import Link
-from lightning_gnnpipe.report import TIMED_ALONE, align, compare_times, compare_weights, shorten
+from lightning_gnnpipe.report import (
+    CLOSE,
+    TIMED_ALONE,
+    align,
+    compare_times,
+    compare_weights,
+    shorten,
+)
 from lightning_gnnpipe.types import Weights
 
 _MIB = 2**20
@@ -137,17 +144,32 @@ class PipelinePlan:
             least = f"{best.memory_bytes / _MIB:,.0f} MiB, with {best.options}"
             advice.append(f"No layout fits into the memory. Use more devices: {least}.")
         else:
-            advice.append(f"Fastest: {best.options}, {best.step_s:.3f} s per step.")
-            if self.by_all_cores:
-                advice.append(
-                    f"One device with one chunk and a thread a core: {self.by_all_cores:.3f} s."
-                )
+            advice += self._rank_times()
             advice.append(TIMED_ALONE)
         if own.step_bytes > min(own.bytes_by_weights.values()):
             advice.append(compare_weights(own.bytes_by_weights))
         if self.chunk_times:
             advice.append(compare_times(self.chunk_times, own.num_shards))
         return tuple(advice)
+
+    @property
+    def _is_alone_best(self) -> bool:
+        """Whether one device with a thread a core is fastest."""
+        is_possible = self.by_all_cores > 0 and self.layouts[0].fits
+        return is_possible and self.by_all_cores < self.best.step_s
+
+    def _rank_times(self) -> Iterator[str]:
+        """Yield what is fastest, and what is as fast as far as a forecast can tell."""
+        found = {one.options: one.step_s for one in self.layouts if one.fits}
+        one_device = self.layouts[0].options
+        if self.by_all_cores and one_device in found:
+            found[one_device] = min(self.by_all_cores, found[one_device])
+        least = min(found, key=found.__getitem__)
+        yield f"Fastest: {least}, {found[least]:.3f} s per step."
+        close = [name for name, step_s in found.items() if step_s <= CLOSE * found[least]]
+        if len(close) > 1:
+            slower = " and ".join(name for name in close if name != least)
+            yield f"{slower} may be as fast: forecasts are not as exact as that difference."
 
     def __str__(self) -> str:
         return "\n".join([*self._cut_lines(), *self._step_lines(), *self.advice])
@@ -176,8 +198,12 @@ class PipelinePlan:
             name = f"[{one}]" if one is self.layout else str(one)
             memory = f"{one.memory_bytes / _MIB:,.1f}" + ("" if one.fits else " (too much)")
             idle = f"{one.bubble_frac:.1%}"
-            mark = "* " if one is self.best else "  "
+            is_alone = one.sizes == (1, 1, 1) and self.by_all_cores > 0
+            mark = "* " if one is self.best and not self._is_alone_best else "  "
             rows.append((mark + name, f"{one.step_s:.3f}", f"{one.step_bytes:,}", idle, memory))
+            if is_alone:
+                mark, shown = "* " if self._is_alone_best else "  ", f"{self.by_all_cores:.3f}"
+                rows.append((mark + "the same, a thread a core", shown, "0", "0.0%", memory))
         return [
             f"A training step without loss and optimizer, with links of {self.link.gbit_per_s:g} "
             f"Gbit/s and {self.link.message_s * 1e6:g} us per message:",

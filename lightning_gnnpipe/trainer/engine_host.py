@@ -7,6 +7,7 @@ refused below: optimizers, callbacks, loss scaling.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -30,8 +31,9 @@ from lightning_gnnpipe.graph import BatchPlan, ChunkPlan
 from lightning_gnnpipe.layers import check_support
 from lightning_gnnpipe.options import RunOptions, StrategyOptions
 from lightning_gnnpipe.passing import replace_attributes
-from lightning_gnnpipe.planning import expect_steps, write_layout
+from lightning_gnnpipe.planning import expect_steps, ranks_at_once, write_layout
 from lightning_gnnpipe.report import (
+    CLOSE,
     TIMED_ALONE,
     LayerNames,
     Split,
@@ -52,7 +54,6 @@ from lightning_gnnpipe.trainer.replicas import Replicas
 log = logging.getLogger(__name__)
 
 _MUCH_BYTES = 2**20  # a step; less is not worth a warning
-_SLOWER = 1.15  # costs vary
 
 
 ResumedRun = tuple[SavedRun, Mapping[str, Any]]  # and the random states it was saved with
@@ -323,7 +324,8 @@ def _tell_start(
     has_graphs = isinstance(plan, BatchPlan)
     text = describe_split(split, plan.num_chunks, has_graphs=has_graphs)
     if costs is not None and split.num_shards == 1:
-        text += f" {_expect(split, costs, inputs, options, plan)}"
+        num_ranks = ranks_at_once(inputs.edge_index.device, trainer.num_nodes)
+        text += f" {_expect(split, costs, inputs, options, plan, num_ranks)}"
     _say(trainer, text + (f" {run.memory}" if run.memory else ""))
 
 
@@ -340,18 +342,19 @@ def _expect(
     inputs: Inputs,
     options: StrategyOptions,
     plan: ChunkPlan | BatchPlan,
+    num_ranks: float,
 ) -> str:
     """Return what a step takes, beside other layouts; warn where the stages lose or wait."""
     if costs.is_disturbed:
         return "How long a step takes is not known: the machine was busy while layers were timed."
-    times, num_stages = expect_steps(split, costs, inputs, options, plan), len(split.stages)
-    own, cores, alone_s = next(iter(times)), os.cpu_count() or 1, costs.by_all_cores
-    best, more = min(times, key=times.__getitem__), ""
+    times = expect_steps(split, costs, inputs, options, plan, num_ranks)
+    num_stages, cores, alone_s = len(split.stages), os.cpu_count() or 1, costs.by_all_cores
+    own, best, more = next(iter(times)), min(times, key=times.__getitem__), ""
     best_s = times[best]
     if 0 < alone_s < best_s:
         best, best_s, more = (1, 1, 1), alone_s, f", with {cores} threads"
     axis = "data" if isinstance(plan, BatchPlan) else "graph"
-    if times[own] > _SLOWER * best_s:
+    if times[own] > CLOSE * best_s:
         log.warning(
             "The stages are not the fastest: a step takes about %.3f s, and %.3f s with %s%s.",
             times[own],
@@ -379,7 +382,14 @@ def _expect(
     one_device = f"on one device with one chunk{threads}"
     names = "in these stages", one_device, "by graph parallelism"
     shown = (f"{one:.3f} s {name}" for one, name in zip(times.values(), names, strict=False))
-    return f"Expected for a step: {', '.join(shown)}. {TIMED_ALONE}"
+    text = f"Expected for a step: {', '.join(shown)}. {TIMED_ALONE}"
+    if num_stages > num_ranks:
+        text += f" {num_stages} processes share {cores} cores."
+    if times[own] <= CLOSE * best_s and CLOSE * times[own] > min(
+        times[1, 1, 1], alone_s or math.inf
+    ):
+        text += " So one device may be as fast."
+    return text
 
 
 def refuse_evaluations(name: str) -> NoReturn:

@@ -142,7 +142,7 @@ def test_times_of_a_busy_machine_are_not_ranked(
     """One chunk takes no longer than several, and they no longer than each as long as it."""
     found = made_costs(chunks_s, num_chunks).with_overhead(made_costs(whole_s, 1))
     unused: Any = None
-    text = engine_host._expect(unused, found.at(2), unused, unused, unused)
+    text = engine_host._expect(unused, found.at(2), unused, unused, unused, 2)
     assert "the machine was busy" in text and " s " not in text
 
 

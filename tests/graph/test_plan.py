@@ -63,10 +63,12 @@ def test_any_plan_is_the_graph_by_brute_force(graph: tuple[Tensor, int, Tensor])
 
 
 @pytest.mark.parametrize("block", [1, 3, 1 << 22])
+@pytest.mark.parametrize("held", [1, 7, 1 << 24])
 def test_chunks_that_are_cut_in_turn_are_those_of_the_plan(
-    block: int, monkeypatch: pytest.MonkeyPatch
+    block: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plans, "_BLOCK", block)
+    monkeypatch.setattr(plans, "_HELD", held)
 
     @given(cut_multigraphs())
     @settings(max_examples=60)
