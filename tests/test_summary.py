@@ -140,7 +140,10 @@ def test_processes_that_share_cores_take_longer(
     fit(2, strategy={"balance": "measured"}, max_epochs=1)
     shown = capfd.readouterr().out
     assert re.search(r"2\.00\d s in these stages, 2\.000 s on one device .*by graph para", shown)
-    assert "2 processes share 1 cores. So one device may be as fast." in shown
+    assert (
+        "2 processes share 1 cores, which takes longer still. So one device may be as fast."
+        in shown
+    )
 
 
 def test_graph_parallelism_sums_for_each_norm(

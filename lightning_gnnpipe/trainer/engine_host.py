@@ -384,7 +384,7 @@ def _expect(
     shown = (f"{one:.3f} s {name}" for one, name in zip(times.values(), names, strict=False))
     text = f"Expected for a step: {', '.join(shown)}. {TIMED_ALONE}"
     if num_stages > num_ranks:
-        text += f" {num_stages} processes share {cores} cores."
+        text += f" {num_stages} processes share {cores} cores, which takes longer still."
     if times[own] <= CLOSE * best_s and CLOSE * times[own] > min(
         times[1, 1, 1], alone_s or math.inf
     ):
