@@ -71,6 +71,8 @@ def test_exchanges_may_be_slower_than_cuts() -> None:
     link = Link(100.0, 0.0, exchange_bytes_per_s=50.0)
     assert step_s(link=link, cut_bytes=[2000]) == step_s(cut_bytes=[2000])
     assert step_s(link=link, halo_bytes=[2400, 2400]) == step_s(halo_bytes=[4800, 4800])
+    assert str(Link(1.25e9, 1e-3, 1.25e8)) == "10 Gbit/s (1 between shards) and 1000 us per message"
+    assert str(Link(1.25e9, 1e-3)) == "10 Gbit/s and 1000 us per message"
 
 
 def test_factorisations() -> None:

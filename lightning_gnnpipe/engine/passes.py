@@ -85,7 +85,8 @@ class Passes:
             else:
                 cut = self._graphs.cut_to_measure(key.graph, inputs)
             module, histories = self._model.module, self._graphs.histories
-            is_tight = self._options.given.memory_gib is not None
+            given = self._options.given
+            is_tight = given.memory_gib is not None or given.exact_in_chunks
             found = measure_costs(
                 module,
                 layers,

@@ -40,6 +40,11 @@ class Link:
         """Speed in Gbit/s, each way."""
         return self.bytes_per_s * 8 / 1e9
 
+    def __str__(self) -> str:
+        exchanged = (self.exchange_bytes_per_s or 0) * 8 / 1e9
+        shards = f" ({exchanged:g} between shards)" if exchanged else ""
+        return f"{self.gbit_per_s:g} Gbit/s{shards} and {self.message_s * 1e6:g} us per message"
+
 
 def usual_link(*, is_gloo: bool, message_s: float = MESSAGE_S) -> Link:
     """Return the link of a rank if its speed is not given."""

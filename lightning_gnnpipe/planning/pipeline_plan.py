@@ -205,8 +205,7 @@ class PipelinePlan:
                 mark, shown = "* " if self._is_alone_best else "  ", f"{self.by_all_cores:.3f}"
                 rows.append((mark + "the same, a thread a core", shown, "0", "0.0%", memory))
         return [
-            f"A training step without loss and optimizer, with links of {self.link.gbit_per_s:g} "
-            f"Gbit/s and {self.link.message_s * 1e6:g} us per message:",
+            f"A training step without loss and optimizer, with links of {self.link}:",
             *align(rows, left=0),
         ]
 
