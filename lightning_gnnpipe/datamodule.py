@@ -241,10 +241,17 @@ class SingleGraphLoader:
 
 
 def check_loader(loader: object) -> None:
-    """Refuse torch's loader of graphs, which joins tensors alone; look at the values of one graph.
+    """Refuse a bare graph, and torch's loader of graphs; look at the values of one graph.
 
     A data set is not asked for its graph, which may draw random numbers.
     """
+    if isinstance(loader, BaseData):
+        raise ConfigError(
+            expected="a loader or a data module",
+            found="a graph, of which a Trainer serves one attribute after the other",
+            remedy="Write DataLoader([data], batch_size=None), or datamodule=FullGraphDataModule("
+            "data).",
+        )
     if not isinstance(loader, DataLoader):
         return
     graphs: Any = loader.dataset

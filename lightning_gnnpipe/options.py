@@ -128,7 +128,7 @@ class StrategyOptions:
             if value != "auto" and not _is_count(value):
                 _refuse(
                     f"'{name}' to be between 1 and the number of {most}, or 'auto'",
-                    value,
+                    repr(value),
                     f"Use {name}='auto', the default.",
                 )
         for name, remedy in (

@@ -20,7 +20,7 @@ from torch_geometric.data import Data
 from lightning_gnnpipe.datamodule import check_loader
 from lightning_gnnpipe.errors import ConfigError, GraphError
 from tests.helpers.engines import one_process_engine
-from tests.helpers.trainers import weights
+from tests.helpers.trainers import quiet_trainer, weights
 from tests.test_user_errors import D, Module, N, Net, fit, graph
 
 
@@ -126,6 +126,11 @@ def test_bad_input_is_refused_on_every_rank(name: str, tmp_path: Path) -> None:
 def test_torchs_loader_of_graphs_is_refused_by_the_loaders_that_work() -> None:
     with pytest.raises(ConfigError, match=r"write DataLoader\(\[data\], batch_size=None\)"):
         fit(Module(), DataLoader([graph()]), 2)
+
+
+def test_a_graph_in_place_of_a_loader_is_refused_by_what_serves_it() -> None:
+    with pytest.raises(ConfigError, match=r"DataLoader\(\[data\], batch_size=None\), or datamod"):
+        quiet_trainer(1, {"num_chunks": 2}, max_epochs=1).fit(Module(), graph())
 
 
 class Logs(Net):

@@ -456,6 +456,12 @@ def test_a_training_step_that_needs_a_trainer_is_refused() -> None:
         plan_of(make_module(kind=Impatient))
 
 
+def test_what_is_no_lightning_module_is_named() -> None:
+    for given in ((gnn.GCN(5, 4, 2, 3), graph()), (graph(), make_module())):
+        with pytest.raises(ConfigError, match=r"a LightningModule.*got (GCN|Data)\b.*plan\(module"):
+            GNNPipeStrategy().plan(*given)
+
+
 def test_the_users_own_error_is_raised_as_it_is() -> None:
     data = make_data()
     data.x = data.x[:, :-1]

@@ -74,7 +74,7 @@ def measuring(
             0.0,
             r"0\.019 s in these stages, 0\.024 s on one device with one chunk and 1 thread "
             r"\(it could use 5\), 0\.02\d s by graph parallelism\. "
-            r"Layers were timed alone: on CPUs steps take 0\.8 to 1\.4 times as long, "
+            r"Layers were timed alone: on CPUs steps take 0\.6 to 1\.4 times as long, "
             r"by graph parallelism up to twice\.$",
             "",
         ),

@@ -78,6 +78,10 @@ class TimelineCallback(PipeCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         self._last_epoch = None
+        is_late = self.epoch is not None and 0 <= (trainer.max_epochs or -1) <= self.epoch
+        if stage == "fit" and is_late and trainer.is_global_zero:
+            text = "No timeline will be drawn of epoch %d: the run has max_epochs=%d."
+            log.warning(text, self.epoch, trainer.max_epochs)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self.has_trained(trainer):

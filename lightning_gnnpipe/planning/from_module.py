@@ -49,6 +49,12 @@ def plan_pipeline(
     memory_gib: float | None = None,
 ) -> PipelinePlan:
     """Return how `module` and `data` would be cut; see `GNNPipeStrategy.plan`."""
+    if not isinstance(module, pl.LightningModule):
+        raise ConfigError(
+            expected="a LightningModule, whose training_step calls the network",
+            found=type(module).__name__,
+            remedy="Write plan(module, data): the module that you give to Trainer.fit comes first.",
+        )
     for name, value, remedy in (
         ("link_gbit_per_s", link_gbit_per_s, "10 is usual."),
         ("message_us", message_us, "Leave it out if you do not know it."),

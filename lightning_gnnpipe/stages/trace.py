@@ -373,7 +373,7 @@ def _refuse_constant(root: nn.Module, value: Any) -> UnsupportedError:
     """Return the error for a tensor that forward reads, and that is none of the call or module."""
     found = next((name for name, one in _plain_tensors(root) if one is value), None)
     what = "a tensor that is no argument" if found is None else f"'self.{found}', no argument"
-    name = "edge_index" if found is None else found.rpartition(".")[2]
+    name = "tensor" if found is None else found.rpartition(".")[2]
     return UnsupportedError(
         f"Forward reads {what}, parameter or buffer of its module{at(line_here())}.\n"
         f"Pass it as an argument of forward, or write self.register_buffer('{name}', {name}) in "

@@ -21,6 +21,7 @@ from matplotlib.colors import to_rgb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_gnnpipe import TimelineCallback
+from lightning_gnnpipe.callbacks import timeline
 from lightning_gnnpipe.callbacks.timeline import (
     BACKWARD,
     FORWARD,
@@ -81,6 +82,18 @@ def test_the_chosen_epoch_or_the_last_is_drawn(num_stages: int, tmp_path: Path) 
     files = sorted(path.name for path in folder.iterdir())
     assert files == [f"timeline_epoch_{epoch}.png" for epoch in range(3)]
     assert image.imread(folder / "timeline_epoch_1.png").shape[1] >= 1200
+
+
+def test_an_epoch_that_will_not_come_is_told_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[str]()
+    monkeypatch.setattr(timeline.log, "warning", lambda text, *args: told.append(text % args))
+    callbacks = [TimelineCallback(3, tmp_path), TimelineCallback(None, tmp_path)]
+    fit(1, *callbacks, max_epochs=3)
+    begin, end = told
+    assert begin == "No timeline will be drawn of epoch 3: the run has max_epochs=3."
+    assert "trained no step of epoch 3" in end
 
 
 def test_profilers_show_every_chunk_by_name(tmp_path: Path) -> None:
