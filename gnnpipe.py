@@ -16,7 +16,7 @@ plan: what a training step of a config would take. prepare: write a graph into a
 """
 _OPTIONS = {
     "num_devices": (int, "Plan the best layout of this many devices, not the Trainer's."),
-    "link_gbit": (float, "Gbit/s of each device, each way; default 1 on CPUs, 10 on GPUs."),
+    "link_gbit": (float, "Gbit/s between machines; default: all devices are in this one."),
     "message_us": (float, "Microseconds per message of any size; default: as measured for gloo."),
     "memory_gib": (float, "Memory of a device, in GiB, that a layout must fit into."),
 }

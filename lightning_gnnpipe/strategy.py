@@ -241,8 +241,8 @@ class GNNPipeStrategy(LightningStrategy):
             num_stages: Stages, S; 2 if ``num_devices`` is not given either.
             num_shards: Shards, G; None for the strategy's ``graph_parallel``.
             num_devices: Devices to assign to stages and shards, instead of ``num_stages``.
-            link_gbit_per_s: Gbit/s of each device, each way; None for 10, and on CPUs 1
-                between shards.
+            link_gbit_per_s: Gbit/s between machines, each way. None: all devices are in this
+                machine, with 10 Gbit/s, on CPUs 1 between shards, and share its cores.
             message_us: Microseconds of a message of any size; None for gloo's while all cores
                 compute.
             memory_gib: Memory of a device, in GiB, that a layout must fit into; None for the

@@ -62,9 +62,9 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def test_ranks_share_cores() -> None:
-    assert step_s(most_stages=2) == step_s()
-    assert step_s(most_stages=1) == 12 + 12
-    assert step_s(most_stages=0.5) == 2 * (12 + 12)  # two shards on one core
+    assert step_s(stages_at_once=2) == step_s()
+    assert step_s(stages_at_once=1) == 12 + 12
+    assert step_s(stages_at_once=0.5) == 2 * (12 + 12)  # two shards on one core
 
 
 def test_exchanges_may_be_slower_than_cuts() -> None:

@@ -6,6 +6,8 @@ import json
 import os
 import resource
 import signal
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv
 
 from gnnpipe import main
-from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, prepare_graph
+from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, datamodule, prepare_graph
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, GraphError
 from lightning_gnnpipe.graph import ContentNumbers, fingerprint, partition_nodes, stored
 from lightning_gnnpipe.graph import partition as partitions
@@ -222,13 +224,29 @@ class Largest(TorchDispatchMode):
         return found
 
 
+def cut_and_forget(edge_index: Tensor, parts: Tensor) -> tuple[Tensor, Iterator[Any]]:
+    """Cut, and see that of earlier chunks the last one alone is held."""
+    nodes, chunks = plans.cut_in_turn(edge_index, parts)
+
+    def watched() -> Iterator[Any]:
+        known = list[weakref.ref[Tensor]]()
+        for one in chunks:
+            assert all(edges() is None for edges in known[:-1])
+            known.append(weakref.ref(one.edges))
+            yield one
+
+    return nodes, watched()
+
+
 def is_dense(value: object) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided
 
 
-@pytest.mark.parametrize("partition", ["contiguous", "given"])
+@pytest.mark.parametrize(
+    ("partition", "dtype"), [("contiguous", torch.int32), ("given", torch.int64)]
+)
 def test_the_edges_of_one_chunk_alone_are_held(
-    partition: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    partition: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of any number of edges; the arrays are memory-mapped."""
     for module, name in ((plans, "_BLOCK"), (partitions, "_BLOCK"), (stored, "_BLOCK_BYTES")):
@@ -238,10 +256,11 @@ def test_the_edges_of_one_chunk_alone_are_held(
     num_edges, num_chunks, arrays = 200_000, 16, tmp_path / "arrays"
     arrays.mkdir()
     edges = torch.randint(NUM_NODES, (2, num_edges), generator=torch.Generator().manual_seed(0))
-    np.save(arrays / "edge_index.npy", edges.numpy())
+    np.save(arrays / "edge_index.npy", edges.to(dtype).numpy())
     np.save(arrays / "edge_weight.npy", np.ones(num_edges, np.float32))
     np.save(arrays / "x.npy", np.ones((NUM_NODES, 2), np.float32))
     given: Any = torch.arange(NUM_NODES) % num_chunks if partition == "given" else partition
+    monkeypatch.setattr(datamodule, "cut_in_turn", cut_and_forget)
     with Largest() as largest:
         prepare_graph(arrays, tmp_path / "graph", num_chunks=num_chunks, partition=given)
     of_chunk = 2 * 8 * num_edges / num_chunks  # pairs of 64 bits

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_geometric import nn as gnn
 
-from lightning_gnnpipe.chunks import LayerCost, StepCosts
+from lightning_gnnpipe.chunks import LayerCost, StepCosts, costs
 from lightning_gnnpipe.engine import passes
+from lightning_gnnpipe.planning import forecast
 from lightning_gnnpipe.planning.closed_forms import MESSAGE_S
 from lightning_gnnpipe.stages import Layers
 from lightning_gnnpipe.trainer import engine_host
@@ -58,8 +59,8 @@ def measuring(
     """Let layers take `seconds` in 4 chunks, each one more chunk `chunk_s`, all cores `alone_s`."""
 
     def with_overhead(self: StepCosts, other: StepCosts) -> StepCosts:
-        costs = (LayerCost(one, 0.0, 0, pushed=(WIDTH,), chunk_s=chunk_s) for one in seconds)
-        return StepCosts(tuple(costs), {}, 4, by_all_cores=alone_s)
+        found = (LayerCost(one, 0.0, 0, pushed=(WIDTH,), chunk_s=chunk_s) for one in seconds)
+        return StepCosts(tuple(found), {}, 4, by_all_cores=(LayerCost(alone_s, 0.0, 0),))
 
     monkeypatch.setattr(StepCosts, "with_overhead", with_overhead)
     monkeypatch.setattr(engine_host.log, "warning", lambda text, *args: print(text % args))
@@ -101,7 +102,9 @@ def test_what_a_step_takes_is_said_beside_other_layouts(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     measuring(monkeypatch, seconds, chunk_s)
-    monkeypatch.setattr(engine_host.os, "cpu_count", lambda: 5)
+    monkeypatch.setattr(costs, "num_cores", lambda: 5)
+    monkeypatch.setattr(engine_host, "num_cores", lambda: 5)
+    monkeypatch.setattr(forecast, "num_cores", lambda: 5)
     options = {"balance": "measured"}
     fit(2, strategy=options, max_epochs=1)
     shown = capfd.readouterr().out
@@ -122,7 +125,9 @@ def test_one_device_with_all_cores_is_compared_as_well(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     measuring(monkeypatch, [6e-3] * 4, 0.0, alone_s)
-    monkeypatch.setattr(engine_host.os, "cpu_count", lambda: 5)
+    monkeypatch.setattr(costs, "num_cores", lambda: 5)
+    monkeypatch.setattr(engine_host, "num_cores", lambda: 5)
+    monkeypatch.setattr(forecast, "num_cores", lambda: 5)
     fit(2, strategy={"balance": "measured"}, max_epochs=1)
     shown = capfd.readouterr().out
     assert f"one chunk and 1 thread ({alone_s:.3f} s with 5), 0.02" in shown
@@ -136,13 +141,14 @@ def test_processes_that_share_cores_take_longer(
 ) -> None:
     """Two on one core take what all layers do."""
     measuring(monkeypatch, [0.5] * 4, 0.0)
-    monkeypatch.setattr(engine_host.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(costs, "num_cores", lambda: 1)
+    monkeypatch.setattr(engine_host, "num_cores", lambda: 1)
+    monkeypatch.setattr(forecast, "num_cores", lambda: 1)
     fit(2, strategy={"balance": "measured"}, max_epochs=1)
     shown = capfd.readouterr().out
     assert re.search(r"2\.00\d s in these stages, 2\.000 s on one device .*by graph para", shown)
     assert (
-        "2 processes share 1 cores, which takes longer still. So one device may be as fast."
-        in shown
+        "So one device may be as fast. 2 processes share 1 core, which takes longer still." in shown
     )
 
 
@@ -220,7 +226,9 @@ def test_micro_batches_that_cost_more_than_they_save_are_warned_of(
 ) -> None:
     measuring(monkeypatch, [0.4] * 4, 0.1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(engine_host.os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(costs, "num_cores", lambda: 6)
+    monkeypatch.setattr(engine_host, "num_cores", lambda: 6)
+    monkeypatch.setattr(forecast, "num_cores", lambda: 6)
     trainer = make_trainer(2, 4, max_epochs=1, strategy={"balance": "measured"})
     loader = DataLoader([draw_batch((4, 7, 5, 9, 5, 6, 3, 8))], batch_size=None)
     trainer.fit(OfGraphs(), loader)

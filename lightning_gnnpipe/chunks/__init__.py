@@ -8,6 +8,7 @@ from lightning_gnnpipe.chunks.costs import (
     computing_with,
     measure_costs,
     now,
+    num_cores,
 )
 from lightning_gnnpipe.chunks.exact import ExactStep, exact_context
 from lightning_gnnpipe.chunks.inputs import BatchInputs, PassInputs, PlannedInputs

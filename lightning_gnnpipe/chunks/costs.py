@@ -99,7 +99,7 @@ class StepCosts:
     """Costs of a training step over all nodes: of layers, and of recomputing values, by name.
 
     They are measured in `num_chunks` chunks. `is_disturbed`: no idle machine takes such times.
-    `by_all_cores`: seconds on one chunk with a thread a core; 0 if not measured.
+    `by_all_cores`: of layers on one chunk with a thread a core; empty if not measured.
     """
 
     layers: tuple[LayerCost, ...]
@@ -107,12 +107,16 @@ class StepCosts:
     num_chunks: int = 1
     sizes: InputSizes = field(default_factory=InputSizes)
     is_disturbed: bool = False
-    by_all_cores: float = 0.0
+    by_all_cores: tuple[LayerCost, ...] = ()
 
     @property
     def compute_s(self) -> float:
         """Seconds of all layers, forward and backward."""
         return sum(one.compute_s for one in self.layers)
+
+    def alone_s(self, *, recompute: bool) -> float:
+        """Seconds of computing a step on one device with a thread a core; 0 if not measured."""
+        return sum(one.compute_s + recompute * one.forward_s for one in self.by_all_cores)
 
     def of(self, stage: Stage) -> list[LayerCost]:
         """Return the costs of all that `stage` computes."""
@@ -214,7 +218,7 @@ def measure_costs(
         plan = _cut(inputs, min(cut, inputs.num_nodes)) if isinstance(cut, int) else cut
         is_large = plan.num_nodes + plan.num_edges > plan.num_chunks * _LARGE_WORK
         other = plan if is_large or is_tight else plan.whole
-        if is_tight and isinstance(cut, int):
+        if other is plan and isinstance(cut, int):
             other = _cut(inputs, min(4 * cut, inputs.num_nodes))
     # Larger chunks first: as in training, smaller ones find the memory that these have freed.
     cuts = sorted({one.num_chunks: one for one in (plan, other)}.items())
@@ -222,14 +226,15 @@ def measure_costs(
     found = costs[plan.num_chunks]
     if other.num_chunks != plan.num_chunks:
         found = found.with_overhead(costs[other.num_chunks])
-    num_cores = os.cpu_count() or 1
-    is_slower = inputs.edge_index.device.type == "cpu" and torch.get_num_threads() < num_cores
+    is_slower = inputs.edge_index.device.type == "cpu" and torch.get_num_threads() < num_cores()
     if shares_cores and is_slower and other.num_chunks == 1 and not _forks:
-        with computing_with(num_cores):
+        with computing_with(num_cores()):
             alone = [measure_layers(module, layers, other, call, inputs, histories)]
             if alone[0].compute_s > costs[1].compute_s:  # the threads had just begun
                 alone.append(measure_layers(module, layers, other, call, inputs, histories))
-        found = replace(found, by_all_cores=min(one.compute_s for one in alone))
+        best = min(alone, key=lambda one: one.compute_s)
+        if best.compute_s < _DISTURBED * costs[1].compute_s:
+            found = replace(found, by_all_cores=best.layers)
     values = {
         name: one.row_bytes * inputs.num_rows(one.kind, one.edge_set)
         for name, one in layers.values.items()
@@ -238,6 +243,13 @@ def measure_costs(
     given = sum(leaf.nbytes for leaf in call.leaves)
     sizes = InputSizes(inputs.num_nodes, sum(inputs.edge_sizes), given, values)
     return replace(found, sizes=sizes)
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @contextmanager

@@ -95,7 +95,7 @@ class Passes:
                 inputs,
                 histories,
                 is_tight=is_tight,
-                shares_cores=self._transport.has_others,
+                shares_cores=self._transport.has_others and given.graph_parallel == 1,
             )
             if is_tight:
                 gc.collect()  # layers hold the matrices and plans of the measurement

@@ -37,7 +37,7 @@ def partition_nodes(
         check_assignment(method, num_nodes, num_chunks)
         return method.long().cpu()
     # The work of a node: its row and its in-edges.
-    weights = 1 + torch.bincount(edge_index[1].long(), minlength=num_nodes)
+    weights = 1 + torch.bincount(edge_index[1], minlength=num_nodes)
     if num_chunks == 1:
         return torch.zeros(num_nodes, dtype=torch.int64)
     if method == "contiguous":

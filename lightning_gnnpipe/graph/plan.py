@@ -242,6 +242,7 @@ def cut_in_turn(edge_index: Tensor, assignment: Tensor) -> tuple[Tensor, Iterato
             found.append(owner[places[-1]])
             places[-1] += number * _BLOCK
         slots, owner = torch.cat(places), torch.cat(found)
+        del places, found  # hold as much again
         yield from ((index, slots[owner == index]) for index in range(first, end))
 
     def cut() -> Iterator[CutChunk]:

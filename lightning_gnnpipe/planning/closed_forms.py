@@ -66,7 +66,7 @@ class LayoutWork:
         output_bytes: Bytes of the outputs of all nodes.
         num_rounds: Rounds of sending them to all ranks.
         waits_for_halo: Whether ranks wait for exchanges; else they only need to keep up.
-        most_stages: Stages that compute at the same time: ranks of one machine share its cores.
+        stages_at_once: Stages that compute at the same time: ranks of one machine share its cores.
     """
 
     num_chunks: int
@@ -79,7 +79,7 @@ class LayoutWork:
     output_bytes: float = 0.0
     num_rounds: int = 0
     waits_for_halo: bool = True
-    most_stages: float = math.inf
+    stages_at_once: float = math.inf
 
 
 def time_layout(work: LayoutWork) -> tuple[float, float]:
@@ -96,7 +96,7 @@ def time_layout(work: LayoutWork) -> tuple[float, float]:
         slowest_s * (num_chunks + num_stages - 1) / num_chunks,
         slowest_s * num_stages / num_chunks + max(work.cut_bytes, default=0.0) / link.bytes_per_s,
         *halo_s,
-        sum(work.compute_s) / work.most_stages,
+        sum(work.compute_s) / work.stages_at_once,
     )
     pipeline_s += 2 * (num_stages - 1) * link.message_s
     outputs_s = work.num_rounds * (link.message_s + work.output_bytes / link.bytes_per_s)

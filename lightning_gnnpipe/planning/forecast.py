@@ -8,7 +8,6 @@ link speed, memory         |
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +24,7 @@ from lightning_gnnpipe.chunks import (
     StepCosts,
     choose_setting,
     measure_costs,
+    num_cores,
     predict_peaks,
     settings_of,
     weight_bytes,
@@ -87,6 +87,7 @@ class Target:
         options: Of the strategy; its layout is ignored.
         num_chunks: Chunks, or with "auto" those that layers are measured in.
         link: Of each rank.
+        is_one_machine: Whether the ranks share the cores of this machine.
         memory_gib: Memory of a rank; None for no limit.
     """
 
@@ -97,6 +98,7 @@ class Target:
     options: StrategyOptions
     num_chunks: int
     link: Link
+    is_one_machine: bool
     memory_gib: float | None
 
 
@@ -136,7 +138,14 @@ class Forecaster:
             cut = self._cut(num_chunks).plan
         histories = self._options.histories.seen_from(inputs.edge_index.device)
         self._costs = measure_costs(
-            target.module, self._layers, cut, target.call, inputs, histories, shares_cores=True
+            target.module,
+            self._layers,
+            cut,
+            target.call,
+            inputs,
+            histories,
+            is_tight=target.memory_gib is not None or self._options.exact_in_chunks,
+            shares_cores=True,
         )
 
     def _cut(self, num_chunks: int) -> _Cut:
@@ -198,7 +207,7 @@ class Forecaster:
             edge_cut_frac=edge_cut_frac(self._edge_index, cut.assignment),
             link=self._target.link,
             chunk_times=times,
-            by_all_cores=self._costs.by_all_cores,
+            by_all_cores=self._costs.alone_s(recompute=self._options.recompute),
         )
 
     def _layouts(self, num_devices: int) -> list[tuple[int, int, int]]:
@@ -237,7 +246,8 @@ class Forecaster:
             shards = split_chunks(self._edge_index, cut.assignment, num_shards)
         sizes = measure_split(cut.edge_index, cut.assignment, shards, num_shards)
         measured = self._costs.at(num_chunks)
-        ranks = ranks_at_once(target.inputs.edge_index.device)
+        device = target.inputs.edge_index.device
+        ranks = ranks_at_once(device) if target.is_one_machine else math.inf
         work = _work(split, sizes, measured, setting[0], target.link, ranks)
         step_s, bubble_frac = time_layout(work)
         halo_row_bytes = sum(_halo_row_bytes(one, self._options) for one in measured.layers)
@@ -405,14 +415,14 @@ def _work(
         output_bytes=split.output_bytes,
         num_rounds=num_rounds(len(split.stages) * num_shards),
         waits_for_halo=not options.async_halo,
-        most_stages=num_ranks / num_shards,
+        stages_at_once=num_ranks / num_shards,
     )
 
 
 def ranks_at_once(device: torch.device, num_hosts: int = 1) -> float:
     """Return how many ranks with so many threads compute at the same time on hosts like this."""
     threads = torch.get_num_threads()
-    cores = max(os.cpu_count() or 1, threads)
+    cores = max(num_cores(), threads)
     return num_hosts * cores / threads if device.type == "cpu" else math.inf
 
 

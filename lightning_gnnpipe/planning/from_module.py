@@ -49,7 +49,7 @@ def plan_pipeline(
     memory_gib: float | None = None,
 ) -> PipelinePlan:
     """Return how `module` and `data` would be cut; see `GNNPipeStrategy.plan`."""
-    if not isinstance(module, pl.LightningModule):
+    if not isinstance(getattr(module, "_orig_mod", module), pl.LightningModule):  # compiled
         raise ConfigError(
             expected="a LightningModule, whose training_step calls the network",
             found=type(module).__name__,
@@ -115,6 +115,7 @@ def plan_pipeline(
         options=options,
         num_chunks=options.count_chunks(asked[0] if asked else num_devices, inputs.num_nodes),
         link=link,
+        is_one_machine=link_gbit_per_s is None,
         memory_gib=memory_gib,
     )
     threads = _threads_of_one(num_devices)

@@ -48,8 +48,8 @@ class LayoutForecast:
         stages: Forecast of each stage.
         num_shards: Shards of the graph, G: ranks of each stage.
         num_chunks: Chunks, K.
-        step_s: Predicted seconds on one device per rank, without loss, metrics and optimizer, which
-            every rank computes. Ranks that share a memory's bandwidth are slower.
+        step_s: Predicted seconds, without loss, metrics and optimizer, which every rank computes.
+            Ranks that share a memory's bandwidth are slower.
         bubble_frac: Share of all ranks' time, forward and backward, in which they do not compute.
         step_bytes: Bytes sent in a step, without statistics of norms.
         bytes_by_weights: `step_bytes` with each value of the strategy's `weights`.
@@ -165,7 +165,8 @@ class PipelinePlan:
         if self.by_all_cores and one_device in found:
             found[one_device] = min(self.by_all_cores, found[one_device])
         least = min(found, key=found.__getitem__)
-        yield f"Fastest: {least}, {found[least]:.3f} s per step."
+        threads = " with a thread a core" if self._is_alone_best else ""
+        yield f"Fastest: {least}{threads}, {found[least]:.3f} s per step."
         close = [name for name, step_s in found.items() if step_s <= CLOSE * found[least]]
         if len(close) > 1:
             slower = " and ".join(name for name in close if name != least)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -23,7 +22,7 @@ from torch.nn.utils.prune import is_pruned
 from torch.optim import Optimizer
 
 from lightning_gnnpipe.calls import Inputs
-from lightning_gnnpipe.chunks import StepCosts, return_memory_at_once
+from lightning_gnnpipe.chunks import StepCosts, num_cores, return_memory_at_once
 from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.engine import PipelineEngine, RunState, SavedRun
 from lightning_gnnpipe.errors import ConfigError, Fallbacks, UnsupportedError
@@ -325,7 +324,12 @@ def _tell_start(
     text = describe_split(split, plan.num_chunks, has_graphs=has_graphs)
     if costs is not None and split.num_shards == 1:
         num_ranks = ranks_at_once(inputs.edge_index.device, trainer.num_nodes)
-        text += f" {_expect(split, costs, inputs, options, plan, num_ranks)}"
+        of_replica = num_ranks / options.data_parallel
+        text += f" {_expect(split, costs, inputs, options, plan, of_replica)}"
+        if trainer.world_size > num_ranks:
+            number = trainer.num_nodes * num_cores()
+            cores = "1 core" if number == 1 else f"{number} cores"
+            text += f" {trainer.world_size} processes share {cores}, which takes longer still."
     _say(trainer, text + (f" {run.memory}" if run.memory else ""))
 
 
@@ -348,7 +352,8 @@ def _expect(
     if costs.is_disturbed:
         return "How long a step takes is not known: the machine was busy while layers were timed."
     times = expect_steps(split, costs, inputs, options, plan, num_ranks)
-    num_stages, cores, alone_s = len(split.stages), os.cpu_count() or 1, costs.by_all_cores
+    num_stages, cores = len(split.stages), num_cores()
+    alone_s = costs.alone_s(recompute=options.recompute)
     own, best, more = next(iter(times)), min(times, key=times.__getitem__), ""
     best_s = times[best]
     if 0 < alone_s < best_s:
@@ -383,11 +388,8 @@ def _expect(
     names = "in these stages", one_device, "by graph parallelism"
     shown = (f"{one:.3f} s {name}" for one, name in zip(times.values(), names, strict=False))
     text = f"Expected for a step: {', '.join(shown)}. {TIMED_ALONE}"
-    if num_stages > num_ranks:
-        text += f" {num_stages} processes share {cores} cores, which takes longer still."
-    if times[own] <= CLOSE * best_s and CLOSE * times[own] > min(
-        times[1, 1, 1], alone_s or math.inf
-    ):
+    one_s = min(times[1, 1, 1], alone_s or math.inf)
+    if num_stages > 1 and times[own] <= CLOSE * best_s and one_s < CLOSE * times[own]:
         text += " So one device may be as fast."
     return text
 

@@ -72,7 +72,8 @@ def measure(net: nn.Module, **options: Any) -> Any:
     layers = cut_module(net, call, inputs)
     plan = plan_from_assignment(edges, N, torch.arange(N) * 4 // N)
     find = costs.measure_layers if not options else costs.measure_costs
-    return layers, find(net, layers, plan, call, inputs, HistoryOptions(), **options)
+    cut = options.pop("cut", plan)
+    return layers, find(net, layers, cut, call, inputs, HistoryOptions(), **options)
 
 
 @pytest.mark.parametrize("kind", [Net, Residual])
@@ -194,10 +195,29 @@ def test_making_tables_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_device_is_timed_with_a_thread_a_core_where_that_cannot_hang(
     is_fork: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(costs.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(costs.os, "sched_getaffinity", lambda _: {0, 3}, raising=False)
     monkeypatch.setattr(costs, "_forks", [0] * is_fork)
     seen, net = list[int](), Net((D, D, D))
     net.last.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
     _, found = measure(net, shares_cores=True)
     assert set(seen) == ({1} if is_fork else {1, 2}) and torch.get_num_threads() == 1
-    assert (found.by_all_cores > 0) == (not is_fork)
+    assert len(found.by_all_cores) == (0 if is_fork else len(found.layers))
+    once_s, again_s = (found.alone_s(recompute=one) for one in (False, True))
+    assert again_s - once_s == pytest.approx(sum(one.forward_s for one in found.by_all_cores))
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_number_of_large_chunks_is_compared_with_smaller_ones(
+    is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else "auto" would not see what chunks cost."""
+    monkeypatch.setattr(costs, "_LARGE_WORK", 1 if is_large else 1 << 20)
+    timed, measured = list[int](), costs.measure_layers
+
+    def measure_one(module: Any, layers: Any, plan: Any, *args: Any) -> StepCosts:
+        timed.append(plan.num_chunks)
+        return measured(module, layers, plan, *args)
+
+    monkeypatch.setattr(costs, "measure_layers", measure_one)
+    measure(Net((D, D)), cut=8, shares_cores=False)
+    assert timed == ([8, 32] if is_large else [1, 8])
