@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from torch_geometric.data.data import BaseData
 
+from lightning_gnnpipe._compat_torch import without_compile
 from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.chunks import computing_with
 from lightning_gnnpipe.errors import ConfigError
@@ -49,7 +50,7 @@ def plan_pipeline(
     memory_gib: float | None = None,
 ) -> PipelinePlan:
     """Return how `module` and `data` would be cut; see `GNNPipeStrategy.plan`."""
-    if not isinstance(getattr(module, "_orig_mod", module), pl.LightningModule):  # compiled
+    if not isinstance(without_compile("", module)[1], pl.LightningModule):
         raise ConfigError(
             expected="a LightningModule, whose training_step calls the network",
             found=type(module).__name__,
