@@ -223,7 +223,8 @@ class CutChunk(NamedTuple):
 def cut_in_turn(edge_index: Tensor, assignment: Tensor) -> tuple[Tensor, Iterator[CutChunk]]:
     """Return `[num_nodes]` the node at each position, and the chunks of `plan_from_assignment`.
 
-    Edges are read block by block: at most one chunk's are held, and the numbers of `_HELD` edges.
+    Edges are read block by block. Held at a time: the edges of one chunk, and the numbers of those
+    that end in the next few chunks, about `_HELD`.
     """
     num_chunks = int(assignment.max()) + 1
     perm, position, ends = _in_order(assignment, num_chunks)

@@ -153,20 +153,17 @@ class PipelinePlan:
         return tuple(advice)
 
     @property
-    def _is_alone_best(self) -> bool:
-        """Whether one device with a thread a core is fastest."""
-        is_possible = self.by_all_cores > 0 and self.layouts[0].fits
-        return is_possible and self.by_all_cores < self.best.step_s
+    def _is_alone_known(self) -> bool:
+        """Whether one device with a thread a core was timed, and fits."""
+        return self.by_all_cores > 0 and self.layouts[0].fits
 
     def _rank_times(self) -> Iterator[str]:
         """Yield what is fastest, and what is as fast as far as a forecast can tell."""
         found = {one.options: one.step_s for one in self.layouts if one.fits}
-        one_device = self.layouts[0].options
-        if self.by_all_cores and one_device in found:
-            found[one_device] = min(self.by_all_cores, found[one_device])
+        if self._is_alone_known:
+            found[f"{self.layouts[0].options} with a thread a core"] = self.by_all_cores
         least = min(found, key=found.__getitem__)
-        threads = " with a thread a core" if self._is_alone_best else ""
-        yield f"Fastest: {least}{threads}, {found[least]:.3f} s per step."
+        yield f"Fastest: {least}, {found[least]:.3f} s per step."
         close = [name for name, step_s in found.items() if step_s <= CLOSE * found[least]]
         if len(close) > 1:
             slower = " and ".join(name for name in close if name != least)
@@ -195,15 +192,15 @@ class PipelinePlan:
     def _step_lines(self) -> list[str]:
         """Return one line a layout; the layout of the plan is in brackets, the best has a star."""
         rows = [("", "seconds", "bytes", "idle", "MiB")]
+        is_beaten = self._is_alone_known and self.by_all_cores < self.best.step_s
         for one in self.layouts:
             name = f"[{one}]" if one is self.layout else str(one)
             memory = f"{one.memory_bytes / _MIB:,.1f}" + ("" if one.fits else " (too much)")
             idle = f"{one.bubble_frac:.1%}"
-            is_alone = one.sizes == (1, 1, 1) and self.by_all_cores > 0
-            mark = "* " if one is self.best and not self._is_alone_best else "  "
+            mark = "* " if one is self.best and not is_beaten else "  "
             rows.append((mark + name, f"{one.step_s:.3f}", f"{one.step_bytes:,}", idle, memory))
-            if is_alone:
-                mark, shown = "* " if self._is_alone_best else "  ", f"{self.by_all_cores:.3f}"
+            if one is self.layouts[0] and self._is_alone_known:
+                mark, shown = "* " if is_beaten else "  ", f"{self.by_all_cores:.3f}"
                 rows.append((mark + "the same, a thread a core", shown, "0", "0.0%", memory))
         return [
             f"A training step without loss and optimizer, with links of {self.link}:",
