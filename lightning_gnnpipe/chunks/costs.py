@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -187,7 +188,8 @@ class StepCosts:
 _FLOAT = re.compile(r"\d+(\.\d+(e-?\d+)?|e-?\d+)")
 _MOST_RUNS = 5
 _DISTURBED = 3.0  # caches save less
-_LONGEST_S = 1.0  # for repeated runs of all layers
+_LONGEST_S = 0.5  # for repeated runs of all layers
+_ENOUGH = 4  # layers of one form to time
 _forks: list[int] = []  # this process, if it is a fork: more threads of OpenMP may wait for ever
 os.register_at_fork(after_in_child=lambda: _forks.append(os.getpid()))
 _LARGE_WORK = 2**20  # nodes and edges of a chunk that is as fast, for each of them, as any larger
@@ -282,8 +284,8 @@ def measure_layers(
 ) -> StepCosts:
     """Time layers, and values that stages may compute again, on a middle-sized chunk.
 
-    Layers that differ only in the values of their weights take the same time, the median. A batch
-    of graphs has no histories.
+    Layers that differ only in the values of their weights take the same time, the median of the
+    first four: the others are not run. A batch of graphs has no histories.
     """
     store: _Zeros | None = None
     batch: BatchInputs | PlannedInputs
@@ -304,6 +306,8 @@ def measure_layers(
     known, saved = set(values), dict[int, int]()  # names of what is given, or saved before
     times, held = list[NDArray[np.float64]](), list[dict[str, Any]]()
     forms, first_s = list(map(_form_of, segments)), dict[Hashable, float]()
+    num_timed = sum(min(forms.count(form), _ENOUGH) for form in set(forms))
+    seen, last = Counter[Hashable](), dict[Hashable, _Timed]()  # by form and shapes of inputs
     with (
         undisturbed(module),
         intercept(find_layers(module), context),
@@ -312,27 +316,58 @@ def measure_layers(
     ):
         unread_names = unread_after(segments, leaves)
         for segment, form, unread in zip(segments, forms, unread_names, strict=True):
-            given = [*module.parameters(), *(values[name] for name in known & values.keys())]
-            run = partial(_run, segment, values, chunk, context, given, saved)
-            if form not in first_s:
-                first_s[form] = run()[:2].sum()  # with what is computed once per chunk
-            num_runs = max(1, int(_LONGEST_S / len(segments) / first_s[form]))
-            if first_s[form] < 1.0:  # s; a longer run averages over other processes' load
-                num_runs = max(num_runs, 4 - forms.count(form))  # at least three of each form
-            runs = [run() for _ in range(min(num_runs, _MOST_RUNS))]
-            times.append(np.min(runs, axis=0))  # load from other processes only adds time
-            known |= {name for name, one in values.items() if _address(one) in saved}
+            key = form, tuple(_shape_of(values[name]) for name in segment.inputs)
+            seen[key] += 1
+            if seen[key] > _ENOUGH:
+                last[key].stand_for(segment, values, known)
+                times.append(last[key].cost * (np.nan, np.nan, 1.0))
+                held.append(last[key].held)
+            else:
+                given = [*module.parameters(), *(values[name] for name in known & values.keys())]
+                run = partial(_run, segment, values, chunk, context, given, saved)
+                if form not in first_s:
+                    first_s[form] = run()[:2].sum()  # with what is computed once per chunk
+                num_runs = max(1, int(_LONGEST_S / num_timed / first_s[form]))
+                if first_s[form] < 1.0:  # s; a longer run averages over other processes' load
+                    num_runs = max(num_runs, 4 - forms.count(form))  # at least three of each form
+                runs = [run() for _ in range(min(num_runs, _MOST_RUNS))]
+                times.append(np.min(runs, axis=0))  # load from other processes only adds time
+                known |= {name for name, one in values.items() if _address(one) in saved}
+                held.append({} if store is None else store.drop())
+                if seen[key] == _ENOUGH:
+                    last[key] = _Timed(segment, values, known, times[-1], held[-1])
             for name in unread:
                 del values[name]
-            held.append({} if store is None else store.drop())
     found = np.array(times) * (sum(one.work for one in chunks) / max(chunk.work, 1))
     for form in set(forms):
         same = [i for i, one in enumerate(forms) if one == form]
-        found[same, :2] = np.median(found[same, :2], axis=0)
+        found[same, :2] = np.nanmedian(found[same, :2], axis=0)
     rows = zip(found.tolist(), held, strict=True)
     costs = [LayerCost(ahead, back, round(size), **more) for (ahead, back, size), more in rows]
     again = dict(zip(layers.repeatable, costs[len(layers.segments) :], strict=True))
     return StepCosts(tuple(costs[: len(layers.segments)]), again, plan.num_chunks)
+
+
+class _Timed:
+    """A layer that ran, and stands for later layers of its form."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        values: Mapping[str, Any],
+        known: Collection[str],
+        cost: NDArray[np.float64],
+        held: dict[str, Any],
+    ) -> None:
+        self._outputs = [values[name] for name in segment.outputs]
+        self._is_known = [name in known for name in (*segment.inputs, *segment.outputs)]
+        self.cost, self.held = cost, held
+
+    def stand_for(self, segment: Segment, values: dict[str, Any], known: set[str]) -> None:
+        """Give `segment` the outputs of this layer, and what this layer has saved."""
+        values.update(zip(segment.outputs, self._outputs, strict=True))
+        names = zip((*segment.inputs, *segment.outputs), self._is_known, strict=True)
+        known |= {name for name, is_known in names if is_known}
 
 
 class _OwnMoments(MomentStore):
@@ -456,6 +491,12 @@ def _run(
 def _address(one: Any) -> int:
     is_dense = isinstance(one, Tensor) and one.layout is torch.strided
     return one.untyped_storage().data_ptr() if is_dense else 0
+
+
+def _shape_of(one: Any) -> Hashable:
+    if isinstance(one, Tensor):
+        return one.shape, one.dtype, one.requires_grad
+    return type(one).__name__
 
 
 def _needs_grad(one: Any) -> bool:

@@ -90,6 +90,48 @@ def test_equal_layers_are_cut_in_halves_on_a_busy_machine(
     assert len({cost.compute_s for cost in found.layers[1:-1]}) == 1
 
 
+class Dense(Net):
+    """Layers without weights, whose inputs differ in their width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(gnn.SimpleConv() for _ in range(7))
+        self.last = nn.Linear(D * 2**7, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.first(x)
+        for conv in self.convs:
+            x = torch.cat((x, conv(x, edge_index)), -1)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("kind", [Net, Residual, Dense])
+def test_equal_layers_are_timed_four_times(
+    kind: type[Net], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are said to save and keep the same bytes as if they had run."""
+    runs: list[int] = []
+    run = costs._run
+
+    def counted(segment: Any, *args: Any) -> Any:
+        runs.append(segment.index)
+        return run(segment, *args)
+
+    monkeypatch.setattr(costs, "_run", counted)
+    monkeypatch.setattr(costs, "_LONGEST_S", 0.0)
+    net = kind()
+    _, found = measure(net)
+    ran = len(set(runs))
+    assert ran == (7 if kind is Dense else 6)
+    monkeypatch.setattr(costs, "_ENOUGH", L)
+    runs.clear()
+    layers, every = measure(net)
+    assert len(set(runs)) == len(layers.segments)
+    for one, its in zip(found.layers, every.layers, strict=True):
+        assert (one.saved_bytes, one.history_bytes) == (its.saved_bytes, its.history_bytes)
+        assert (one.pushed, one.is_sum) == (its.pushed, its.is_sum)
+
+
 def test_layers_of_other_widths_cost_what_they_take() -> None:
     layers, found = measure(Net((D, D, D, 64 * D, 64 * D, D)))
     assert found.layers[3].compute_s > 3 * found.layers[1].compute_s
