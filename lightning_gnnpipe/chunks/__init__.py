@@ -1,6 +1,6 @@
 """One rank's part of a step: chunks forward, then backward; and the costs of layers."""
 
-from lightning_gnnpipe.chunks.allocator import return_memory_at_once
+from lightning_gnnpipe.chunks.allocator import return_freed_memory, return_memory_at_once
 from lightning_gnnpipe.chunks.captured import CapturedChunks, SeedOf, can_capture
 from lightning_gnnpipe.chunks.costs import (
     LayerCost,

@@ -31,6 +31,7 @@ from lightning_gnnpipe.chunks import (
     exact_context,
     measure_costs,
     own_random_stream,
+    return_freed_memory,
 )
 from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.comm import Transport
@@ -74,6 +75,7 @@ class Passes:
         self._has_met_several = False  # graphs in a batch
         is_on_host = transport.world.device.type == "cpu"
         self._saves_memory = options.given.saves_memory and is_on_host
+        self._has_budget = options.given.memory_gib is not None and is_on_host
 
     def mode(self, call: Call, inputs: Inputs, key: InputKey | None) -> Mode:
         """Return the stages for these arguments, traced if new; `key`: None for several graphs."""
@@ -175,6 +177,8 @@ class Passes:
             is_synchronous = is_exact or self._controls.is_synchronous
             context.store.begin_pass(self._messages[is_exact], is_synchronous=is_synchronous)
         by_layer = is_exact and self._options.given.exact_in_chunks and graph.plan.num_chunks > 1
+        if is_exact and self._has_budget:
+            return_freed_memory()  # small pieces, of chunks, before one large piece for all nodes
         plan = graph.plan.whole if is_exact and not by_layer else graph.plan
         seed = self._options.seed
         order = chunk_order(plan.num_chunks, epoch=self._seeds.step_index, seed=seed)
