@@ -54,6 +54,15 @@ class GNNPipeStrategy(LightningStrategy):
     Chunks of the graph flow through the stages, or micro-batches of a batch of many graphs.
     Source: GNNPipe (arXiv 2308.10087).
 
+    Most runs set `num_chunks`, if that. All options, by what they are for:
+
+    - devices: `num_stages`, `graph_parallel`, `data_parallel`, `balance`, `pipelined_module`
+    - chunks: `num_chunks`, `partition`, `plan_folder`, `cross_chunk_edges`, `staleness`
+    - what is sent: `halo_codec`, `cut_codec`, `async_halo`, `repeat_encoder`, `weights`
+    - memory: `memory_gib`, `recompute`, `history_dtype`, `history_device`, `table_folder`,
+      `exact_in_chunks`
+    - the run: `cuda_graphs`, `self_check`, `timeout`, `start_method`, `process_group_backend`
+
     Args:
         num_stages: Stages, S. "auto": one for each device that no other option uses.
         graph_parallel: Shards of the graph, G. Each stage has G processes, which split every chunk
@@ -133,6 +142,16 @@ class GNNPipeStrategy(LightningStrategy):
 
     Raises:
         ConfigError: If an option cannot be right.
+
+    Examples:
+        >>> import lightning as L
+        >>> from lightning_gnnpipe import GNNPipeStrategy, StalenessWarmup
+        >>> trainer = L.Trainer(
+        ...     accelerator="cpu",
+        ...     devices=2,
+        ...     strategy=GNNPipeStrategy(num_chunks=8),
+        ...     callbacks=[StalenessWarmup(num_epochs=5)],
+        ... )
     """
 
     def __init__(
@@ -432,9 +451,11 @@ class GNNPipeStrategy(LightningStrategy):
     # The end.
 
     def on_exception(self, exception: BaseException) -> None:
-        """Save if all ranks stop together; tell the other ranks the error otherwise."""
+        """Tell the other ranks, or save if all stop together; say where the run goes on."""
         if isinstance(exception, SIGTERMException) and self._processes.signals.stops_together:
             self._processes.signals.save()
+        if isinstance(exception, SIGTERMException | KeyboardInterrupt):
+            self._processes.signals.tell_newest()
         self._processes.fail(exception)
 
     def teardown(self) -> None:

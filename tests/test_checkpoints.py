@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer import call
 
 from lightning_gnnpipe.errors import CheckpointError
-from lightning_gnnpipe.trainer import checkpoints
+from lightning_gnnpipe.trainer import checkpoints, signals
 from lightning_gnnpipe.trainer.checkpoints import AtomicCheckpointIO
 from tests.helpers.cases import covering, slow
 from tests.helpers.observed import make_data, make_module
@@ -306,6 +306,36 @@ def test_sigterm_leaves_a_checkpoint_to_go_on_from(options: dict[str, Any], tmp_
     with pytest.raises(SystemExit):
         trainer.fit(make_module(), datamodule=make_data())
     assert "optimizer_states" in torch.load(tmp_path / "last-sigterm.ckpt", weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "options"),
+    [
+        (signal.SIGINT, "every/epoch=1-step=2.ckpt", {"dirpath": "every"}),
+        (signal.SIGINT, "last.ckpt", {"dirpath": ".", "save_last": True}),
+        (signal.SIGINT, "", {"dirpath": ".", "save_weights_only": True}),
+        (signal.SIGTERM, "last-sigterm.ckpt", {"dirpath": ".", "every_n_epochs": 5}),
+    ],
+)
+def test_a_stopped_run_says_where_to_go_on(
+    number: int, name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: Patches
+) -> None:
+    def stop(trainer: L.Trainer, *_: Any) -> None:
+        if trainer.current_epoch == 2:
+            os.kill(os.getpid(), number)
+
+    said = list[str]()
+    monkeypatch.setattr(signals, "rank_zero_info", said.append)
+    callbacks = ModelCheckpoint(**options), LambdaCallback(on_train_batch_start=stop)
+    trainer = make_trainer(*callbacks, num_stages=1, epochs=9)
+    with pytest.raises(SystemExit):
+        trainer.fit(make_module(), datamodule=make_data())
+    found = str(tmp_path / name)
+    assert said == (
+        [f'Stopped. trainer.fit(ckpt_path="{found}") goes on from there.'] if name else []
+    )
+    if name:
+        make_trainer(num_stages=1).fit(make_module(), datamodule=make_data(), ckpt_path=found)
 
 
 def test_a_checkpoint_written_in_the_background_goes_on() -> None:

@@ -285,7 +285,7 @@ def measure_layers(
     """Time layers, and values that stages may compute again, on a middle-sized chunk.
 
     Layers that differ only in the values of their weights take the same time, the median of the
-    first four: the others are not run. A batch of graphs has no histories.
+    first four: the rest is not run. A batch of graphs has no histories.
     """
     store: _Zeros | None = None
     batch: BatchInputs | PlannedInputs

@@ -265,21 +265,27 @@ class Processes:
         elif not isinstance(exception, GNNPipeError) and not is_communication_error(exception):
             log.error("%s", text)
         self.transport.watch.fail(text)
-        if isinstance(exception, GNNPipeError | PeerError):
-            _shorten(exception)
+        _shorten(exception, keeps_rest=not isinstance(exception, GNNPipeError | PeerError))
         if has_started:
             atexit.register(_end, launcher)  # once this rank has printed its error
 
 
-def _shorten(refusal: BaseException) -> None:
-    """Keep the user's own lines of the traceback: the words say all else."""
-    error: BaseException | None = refusal
+def _shorten(exception: BaseException, *, keeps_rest: bool) -> None:
+    """Keep the user's own lines of the traceback; `keeps_rest`: and all that they have called.
+
+    Each rank prints it, and what lies before them is the way through the Trainer.
+    """
+    error: BaseException | None = exception
     while error is not None:
-        line, lines = error.__traceback__, list[TracebackType]()
+        line, lines, called = error.__traceback__, list[TracebackType](), list[TracebackType]()
         while line is not None:
             if is_users_file(line.tb_frame.f_code.co_filename):
                 lines.append(line)
+                called = []
+            else:
+                called.append(line)
             line = line.tb_next
+        lines += called if keeps_rest else []
         for one, following in pairwise([*lines, None]):
             cast(Any, one).tb_next = following
         error.__traceback__ = lines[0] if lines else None

@@ -20,6 +20,7 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.trainer import _compat
@@ -40,12 +41,14 @@ class StopSignals:
         self.received = 0  # bits of signals, by this rank
         self._agreed = 0  # by any rank, before the last step
         self._trainer: pl.Trainer | None = None
+        self._newest = ""  # the checkpoint that `save` wrote
         self._notes = {bit: partial(self._note, bit) for bit in (STOP, REQUEUE)}
         self._lightnings: dict[int, partial[None]] = {}
 
     def begin_run(self) -> None:
         """Forget the signals of the last run."""
         self.received = self._agreed = 0
+        self._newest = ""
 
     def own(self, trainer: pl.Trainer) -> int:
         """Return the bits of this rank, to send to all."""
@@ -103,17 +106,31 @@ class StopSignals:
 
     def save(self) -> None:
         """Save before a stop, unless a ModelCheckpoint just has; on all ranks."""
-        trainer = self._trainer
-        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+        trainer, savers = self._trainer, self._savers()
+        if trainer is None or not savers:
             return
-        savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
         is_saved = any(_has_last(one, trainer) for one in savers)
         folder = next((one.dirpath for one in savers if one.dirpath), None)
         if trainer.fast_dev_run or trainer.sanity_checking or is_saved or folder is None:  # type: ignore[attr-defined]
             return
         path = str(Path(folder) / _NAME) if "://" not in str(folder) else f"{folder}/{_NAME}"
         trainer.save_checkpoint(path, weights_only=False)
-        log.info('Saved %s. trainer.fit(ckpt_path="last") goes on from there.', path)
+        self._newest = path
+
+    def tell_newest(self) -> None:
+        """Say from which checkpoint a run that is stopped goes on."""
+        savers = [one for one in self._savers() if not one.save_weights_only]
+        saver = max(savers, key=_compat.last_saved_step, default=None)
+        found = self._newest or (saver and (saver.last_model_path or saver.best_model_path))
+        if found and self._trainer is not None and self._trainer.is_global_zero:
+            rank_zero_info(f'Stopped. trainer.fit(ckpt_path="{found}") goes on from there.')
+
+    def _savers(self) -> list[ModelCheckpoint]:
+        """Return the callbacks that save in fit."""
+        trainer = self._trainer
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return []
+        return [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
 
     def _note(self, bit: int, signum: int, frame: Any) -> None:
         self.received |= bit
