@@ -31,6 +31,7 @@ from lightning_gnnpipe.graph import ContentNumbers, fingerprint, partition_nodes
 from lightning_gnnpipe.graph import partition as partitions
 from lightning_gnnpipe.graph import plan as plans
 from lightning_gnnpipe.graph.fingerprint import tensor_fingerprint
+from lightning_gnnpipe.passing import sparse
 from tests.helpers.trainers import assert_same, quiet_trainer
 
 NUM_NODES, NUM_CHUNKS = 60, 4
@@ -162,6 +163,24 @@ def test_nothing_is_copied_read_or_cut_at_the_start(
         trainer.fit(Module(), datamodule=FullGraphDataModule(folder))
     assert kept == [0, NUM_CHUNKS, 0, 1]
     assert hashed == []
+
+
+def test_layers_are_timed_in_the_folders_chunks_with_the_matrices_of_training(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = list[int]()
+    make = sparse.Pattern.__init__
+
+    def count(self: sparse.Pattern, *args: Any) -> None:
+        made.append(1)
+        make(self, *args)
+
+    monkeypatch.setattr(sparse.Pattern, "__init__", count)
+    monkeypatch.setattr("lightning_gnnpipe.chunks.costs.plan_from_assignment", None)
+    strategy = {"self_check": False, "exact_in_chunks": True, "memory_gib": 1.0}
+    trainer = quiet_trainer(1, {**strategy, "recompute": True}, max_epochs=3)
+    trainer.fit(Module(), datamodule=FullGraphDataModule(folder))
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])

@@ -34,7 +34,7 @@ from lightning_gnnpipe.graph import (
     plan_micro_batches,
 )
 from lightning_gnnpipe.layers import NativeContext, find_layers, intercept
-from lightning_gnnpipe.passing import MessageContext
+from lightning_gnnpipe.passing import GraphEdges, MessageContext
 from lightning_gnnpipe.stages import (
     Layers,
     Segment,
@@ -87,12 +87,16 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class InputSizes:
-    """A graph; bytes of all arguments, and by name of tensors with a row a node or edge."""
+    """A graph; bytes of all arguments, and by name of tensors with a row a node or edge.
+
+    `is_mapped`: the arguments and the plan are files, which take no memory.
+    """
 
     num_nodes: int = 0
     num_edges: int = 0
     given_bytes: int = 0
     values: Mapping[str, int] = field(default_factory=dict)
+    is_mapped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,21 +202,26 @@ _LARGE_WORK = 2**20  # nodes and edges of a chunk that is as fast, for each of t
 def measure_costs(
     module: nn.Module,
     layers: Layers,
-    cut: ChunkPlan | BatchPlan | int,
+    cut: ChunkPlan | BatchPlan | GraphEdges | int,
     call: Call,
     inputs: Inputs,
     histories: HistoryOptions,
     *,
     is_tight: bool = False,
+    is_mapped: bool = False,
     shares_cores: bool = False,
 ) -> StepCosts:
     """Time layers in the chunks of `cut`, or in about so many, and in one.
 
     In large chunks one more adds no time. `is_tight`: one layer on all nodes may not fit.
-    `shares_cores`: time them with a thread a core as well, as one device alone would compute.
+    `is_mapped`: the arguments and the plan are files. `shares_cores`: time the layers with a thread
+    a core as well, as one device alone would compute.
     """
     plan: ChunkPlan | BatchPlan
     other: ChunkPlan | BatchPlan
+    edges: GraphEdges | None = None
+    if isinstance(cut, GraphEdges):
+        edges, cut = cut, cut.plan
     if isinstance(cut, BatchPlan):
         assert inputs.graphs is not None
         plan, other = cut, plan_micro_batches(inputs.graphs.work(), inputs.graphs.sizes, 1)
@@ -224,7 +233,12 @@ def measure_costs(
             other = _cut(inputs, min(4 * cut, inputs.num_nodes))
     # Larger chunks first: as in training, smaller ones find the memory that these have freed.
     cuts = sorted({one.num_chunks: one for one in (plan, other)}.items())
-    costs = {k: measure_layers(module, layers, one, call, inputs, histories) for k, one in cuts}
+    costs = {
+        k: measure_layers(
+            module, layers, one, call, inputs, histories, edges if one is plan else None
+        )
+        for k, one in cuts
+    }
     found = costs[plan.num_chunks]
     if other.num_chunks != plan.num_chunks:
         found = found.with_overhead(costs[other.num_chunks])
@@ -243,7 +257,7 @@ def measure_costs(
         if one.kind in (Kind.NODE, Kind.EDGE)
     }
     given = sum(leaf.nbytes for leaf in call.leaves)
-    sizes = InputSizes(inputs.num_nodes, sum(inputs.edge_sizes), given, values)
+    sizes = InputSizes(inputs.num_nodes, sum(inputs.edge_sizes), given, values, is_mapped)
     return replace(found, sizes=sizes)
 
 
@@ -281,11 +295,13 @@ def measure_layers(
     call: Call,
     inputs: Inputs,
     histories: HistoryOptions,
+    edges: GraphEdges | None = None,
 ) -> StepCosts:
     """Time layers, and values that stages may compute again, on a middle-sized chunk.
 
     Layers that differ only in the values of their weights take the same time, the median of the
-    first four: the rest is not run. A batch of graphs has no histories.
+    first four: the rest is not run. A batch of graphs has no histories. `edges`: of the plan, with
+    matrices that training uses as well.
     """
     store: _Zeros | None = None
     batch: BatchInputs | PlannedInputs
@@ -295,7 +311,7 @@ def measure_layers(
     else:
         batch, store = PlannedInputs(plan), _Zeros(plan, histories)
         batch.load(call, inputs)
-        context = MessageContext(store, plan)
+        context = MessageContext(store, plan, edges)
         context.leaves = batch
     parts = [part_of(layers.segments[i], (name,)) for name, i in layers.repeatable.items()]
     segments = (*layers.segments, *parts)

@@ -30,7 +30,7 @@ _TRAINED = 4  # a weight, its gradient, two optimizer states
 _OUTPUTS = 4  # the outputs, their gradient, and as much again in the loss
 _RUNNING, _FORWARD = 3, 2  # times what a layer saves: lives while it runs, and in forward alone
 _PLAN, _MATRIX, _ENDS = 24, 26, 16  # bytes of an edge; both its ends are kept in several places
-_CUTTING = 100  # bytes of an edge while the graph is cut, or its matrices are made
+_CUTTING, _MAKING = 100, 60  # while the graph is cut, or its matrices alone are made
 _SPARE = 1.05  # what the allocator loses, and the user's step keeps
 
 Setting = tuple[StrategyOptions, int]  # and the number of chunks
@@ -84,19 +84,25 @@ def predict_peaks(
             evaluated = tables + 2 * ends + of_chunk
         kept = sum(saved) / (num_chunks if options.recompute else 1)
         pipelined = (tables + kept + of_chunk) * is_piped
-        held = 1.0 * sizes.given_bytes + _TRAINED * weight
-        held += bytes_of([*stage.leaves, *stage.received, *stage.sent])
+        held = 1.0 * _TRAINED * weight + bytes_of([*stage.received, *stage.sent])
         held += _OUTPUTS * bytes_of(stages[-1].sent)
-        held += edge_bytes(options, is_cut, node_frac) * sizes.num_edges
-        cutting = sizes.given_bytes + _CUTTING * sizes.num_edges
+        held += edge_bytes(options, is_cut, node_frac, sizes.is_mapped) * sizes.num_edges
+        cutting = _MAKING * sizes.num_edges
+        if not sizes.is_mapped:
+            held += sizes.given_bytes + bytes_of(stage.leaves)
+            cutting = sizes.given_bytes + _CUTTING * sizes.num_edges
         found.append(round(_SPARE * max(held + max(exact, pipelined, evaluated), cutting)))
     return found
 
 
-def edge_bytes(options: StrategyOptions, is_cut: bool, node_frac: float = 1.0) -> float:
+def edge_bytes(
+    options: StrategyOptions, is_cut: bool, node_frac: float = 1.0, is_mapped: bool = False
+) -> float:
     """Return the bytes of an edge: in the plan, in matrices, and in the layers' own edges."""
     num_copies = 1 + (is_cut and not options.exact_in_chunks)  # of the chunks, of the whole
-    return _PLAN + _ENDS * is_cut + node_frac * (_MATRIX + _ENDS * num_copies)
+    in_matrices = node_frac * (_MATRIX + _ENDS * num_copies)
+    in_plan = _PLAN + _ENDS * is_cut
+    return in_plan * (not is_mapped) + in_matrices * (options.table_folder is None)
 
 
 def _table_bytes(cost: LayerCost, options: StrategyOptions) -> float:

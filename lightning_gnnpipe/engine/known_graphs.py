@@ -18,6 +18,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Hashable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +32,7 @@ from lightning_gnnpipe.engine.shared import SharedStore
 from lightning_gnnpipe.errors import Fallbacks
 from lightning_gnnpipe.graph import (
     ChunkPlan,
+    StoredGraph,
     check_graph,
     edge_cut_frac,
     edges_within,
@@ -43,8 +45,8 @@ from lightning_gnnpipe.graph import (
     text_fingerprint,
 )
 from lightning_gnnpipe.options import RunOptions
-from lightning_gnnpipe.passing import MessageContext
-from lightning_gnnpipe.staleness import FreeTables, HistoryOptions, HistoryStore
+from lightning_gnnpipe.passing import GraphEdges, MessageContext
+from lightning_gnnpipe.staleness import FreeTables, HistoryOptions, HistoryStore, HostCopies
 
 if TYPE_CHECKING:
     from lightning_gnnpipe.engine.resume import SavedHistories, SavedRun
@@ -58,13 +60,15 @@ class PlannedGraph:
     """One graph, or this rank's shard of it.
 
     `cut_frac`: share of edges between chunks, 0 if dropped. `reading` serves passes that write no
-    histories. `free_tables`: of exact passes in chunks, for the next pass.
+    histories. `free_tables`: of exact passes in chunks, for the next pass. `folder`: where tables
+    are files, and matrices; None for memory.
     """
 
     def __init__(
         self,
         plan: ChunkPlan,
         transport: Transport,
+        folder: Path | None,
         *,
         is_complete: bool = True,
         cut_frac: float = 0.0,
@@ -72,7 +76,8 @@ class PlannedGraph:
         self.plan, self.is_complete, self.cut_frac = plan, is_complete, cut_frac
         self.inputs = PlannedInputs(plan)
         store = None if plan.shard is None else SharedStore(plan, transport, keeps_rows=False)
-        self.reading = MessageContext(store, plan)
+        edges = GraphEdges(plan, HostCopies(None, folder).keep)
+        self.reading = MessageContext(store, plan, edges)
         self.free_tables: FreeTables = {}
 
 
@@ -208,11 +213,13 @@ class GraphCache:
             return True
         return self._options.count_chunks(inputs.num_nodes) * self._transport.mesh.num_shards > 1
 
-    def cut_to_measure(self, fingerprint: int, inputs: Inputs) -> ChunkPlan | int:
-        """Return the plan of the whole graph if it is known, else its number of chunks."""
+    def cut_to_measure(self, fingerprint: int, inputs: Inputs) -> GraphEdges | int:
+        """Return the edges of the whole graph if its plan is known, else its number of chunks."""
         cut = self._graphs.get((fingerprint, True))
+        if cut is None and self._find_stored(fingerprint, inputs, is_cut=True) is not None:
+            cut = self.cut(fingerprint, inputs)
         if cut is not None and cut.plan.shard is None:
-            return cut.plan
+            return cut.reading.edges
         return self._options.count_chunks(inputs.num_nodes)
 
     def _get(self, fingerprint: int, inputs: Inputs, *, is_cut: bool) -> PlannedGraph:
@@ -232,15 +239,16 @@ class GraphCache:
         edge_index, num_nodes, kept = inputs.edge_index.cpu(), inputs.num_nodes, None
         options, folder = self._options, self._options.given.plan_folder
         index, num_shards = self._transport.mesh.shard, self._transport.mesh.num_shards
+        tables = self.histories.folder
         is_dropping = is_cut and options.given.cross_chunk_edges == "drop"
-        if (stored := options.stored) is None or stored.number != fingerprint:
+        stored = self._find_stored(fingerprint, inputs, is_cut=is_cut)
+        if stored is not None:
+            plan = stored.plan.to(self._transport.world.device)
+            if not is_cut or options.count_chunks(num_nodes) == 1:
+                return PlannedGraph(plan.whole, self._transport, tables)
+            return PlannedGraph(plan, self._transport, tables, cut_frac=stored.cut_frac)
+        if options.stored is None or options.stored.number != fingerprint:
             check_graph(edge_index, num_nodes)
-        elif num_shards == 1 and not is_dropping:
-            is_whole = not is_cut or options.count_chunks(num_nodes) == 1
-            if is_whole or options.cut.partition is stored.parts:
-                plan, cut_frac = stored.plan, 0.0 if is_whole else stored.cut_frac
-                plan = (plan.whole if is_whole else plan).to(self._transport.world.device)
-                return PlannedGraph(plan, self._transport, cut_frac=cut_frac)
         assignment = torch.zeros(num_nodes, dtype=torch.int64)
         if is_cut:
             assignment = self._assign(fingerprint, edge_index, num_nodes)
@@ -270,9 +278,20 @@ class GraphCache:
         return PlannedGraph(
             plan.with_edge_sets(inputs.edge_sizes).to(self._transport.world.device),
             self._transport,
+            tables,
             is_complete=kept is None,
             cut_frac=edge_cut_frac(edge_index, assignment) if kept is None else 0.0,
         )
+
+    def _find_stored(self, fingerprint: int, inputs: Inputs, *, is_cut: bool) -> StoredGraph | None:
+        """Return the folder's plan, if it is the plan of this graph."""
+        options, stored = self._options, self._options.stored
+        is_dropping = is_cut and options.given.cross_chunk_edges == "drop"
+        is_sharded = self._transport.mesh.num_shards > 1
+        if stored is None or stored.number != fingerprint or is_sharded or is_dropping:
+            return None
+        is_whole = not is_cut or options.count_chunks(inputs.num_nodes) == 1
+        return stored if is_whole or options.cut.partition is stored.parts else None
 
     def _assign(self, fingerprint: int, edge_index: Tensor, num_nodes: int) -> Tensor:
         """Return `[num_nodes]` the chunk of each node."""

@@ -43,7 +43,7 @@ from lightning_gnnpipe.errors import Fallbacks
 from lightning_gnnpipe.graph import BatchPlan, ChunkPlan, chunk_order, plan_micro_batches
 from lightning_gnnpipe.layers import NativeContext, intercept, tracks_statistics
 from lightning_gnnpipe.options import RunOptions
-from lightning_gnnpipe.passing import MessageContext
+from lightning_gnnpipe.passing import GraphEdges, MessageContext
 from lightning_gnnpipe.stages import Layers, switched
 from lightning_gnnpipe.staleness import HostCopies
 from lightning_gnnpipe.steps import Controls, Mode, PassSeeds, PipelinedModel
@@ -81,7 +81,7 @@ class Passes:
         """Return the stages for these arguments, traced if new; `key`: None for several graphs."""
 
         def measure(layers: Layers) -> StepCosts:
-            cut: ChunkPlan | BatchPlan | int
+            cut: GraphEdges | BatchPlan | int
             if key is None:
                 cut = self._plan_batch(inputs)
             else:
@@ -97,6 +97,7 @@ class Passes:
                 inputs,
                 histories,
                 is_tight=is_tight,
+                is_mapped=self._options.stored is not None,
                 shares_cores=self._transport.has_others and given.graph_parallel == 1,
             )
             if is_tight:

@@ -257,8 +257,9 @@ def _loops(
     results = known[1]
     if (function, given) not in results:
         with torch.inference_mode(False):
-            found = results[function, given] = local(edge_index, None, *options, **named)
-        context.at.keep_results_of(found[0])
+            edges, _ = local(edge_index, None, *options, **named)
+            results[function, given] = context.edges.keep(edges), None
+        context.at.keep_results_of(results[function, given][0])
     return results[function, given]
 
 

@@ -88,7 +88,7 @@ class MessageContext(TapedContext):
         self, store: HistoryStore | None, plan: ChunkPlan, edges: GraphEdges | None = None
     ) -> None:
         self.store = store  # None for whole-graph inference, or without cross-chunk edges
-        self.edges = GraphEdges(plan) if edges is None else edges
+        self.edges = GraphEdges(plan, lambda tensor: tensor) if edges is None else edges
         self.leaves: EdgeLeaves | None = None  # of the batch, set during a pass
         self.dtypes: dict[Hashable, torch.dtype] = {}  # output dtypes of norms on the whole graph
         # Mean and variance of all rows with their autograd graph, if kept: see `selfcheck`.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
-from lightning_gnnpipe.passing.sparse import Adjacency, Pattern
+from lightning_gnnpipe.passing.sparse import Adjacency, Keep, Pattern
 
 Compute = Callable[[], tuple[Tensor, Tensor | None]]
 WHOLE = -1  # place of the whole graph, or of the whole shard
@@ -87,11 +87,11 @@ class LocalEdges:
 class GraphEdges:
     """The edges of one graph by chunk, set and direction, and what was computed from them.
 
-    All contexts over the same chunks share one.
+    All contexts over the same chunks, those of `plan`, share one. `keep`: see `Pattern`.
     """
 
-    def __init__(self, plan: ChunkPlan) -> None:
-        self._plan = plan
+    def __init__(self, plan: ChunkPlan, keep: Keep) -> None:
+        self.plan, self.keep = plan, keep
         self._local: dict[tuple[int, int | None, bool], LocalEdges] = {}
         self.by_tensor: dict[int, LocalEdges] = {}  # by the id of their edges
         self._known: dict[Hashable, WholeEdges] = {}
@@ -103,14 +103,14 @@ class GraphEdges:
     def on(self, chunk: Chunk) -> LocalEdges:
         """Return the chunk with all edges that end in it."""
         place = WHOLE if chunk.is_whole else chunk.index
-        sets = [self.at(place, i, is_reverse=False) for i in range(self._plan.num_edge_sets)]
+        sets = [self.at(place, i, is_reverse=False) for i in range(self.plan.num_edge_sets)]
         return self.at(place, None, is_reverse=False) if self.are_several else sets[0]
 
     def at(self, place: int, edge_set: int | None, *, is_reverse: bool) -> LocalEdges:
         """Return a chunk with the edges of one set, that end in it or, reversed, start in it."""
         key = place, edge_set, is_reverse
         if key not in self._local:
-            plan = self._plan.reverse if is_reverse else self._plan
+            plan = self.plan.reverse if is_reverse else self.plan
             plan = plan if edge_set is None else plan.edge_set(edge_set)
             chunk = plan.whole.chunks[0] if place == WHOLE else plan.chunks[place]
             made = LocalEdges(*key, plan, chunk, plan.globe.whole.chunks[0])
@@ -132,7 +132,8 @@ class GraphEdges:
         """
         known = self.whole((key, at.edge_set, at.is_reverse), source, compute, is_sorted=False)
         with torch.inference_mode(False), torch.no_grad():
-            return Part(weight, *_cut(known, at.chunk), known)
+            edges, values = _cut(known, at.chunk)
+            return Part(weight, self.keep(edges), values, known)
 
     def whole(
         self, key: Hashable, source: Tensor | None, compute: Compute, *, is_sorted: bool
@@ -146,11 +147,14 @@ class GraphEdges:
             if not is_sorted:
                 order = edges[1].argsort(stable=True)
                 edges, values = edges[:, order], None if values is None else values[order]
-            edges, values = self._plan.localize(edges, values)
+            edges, values = self.plan.localize(edges, values)
             if known is not None and is_sorted:
                 pattern = known.pattern
             else:
-                pattern = Pattern(edges, self._plan.num_rows, self._plan.chunk_of_row())
+                owners = self.plan.chunk_of_row()
+                pattern = Pattern(edges, self.plan.num_rows, owners, self.keep)
+        if values is not None and values is not source:
+            values = self.keep(values)
         made = self._known[key] = WholeEdges(source, pattern, values)
         return made
 

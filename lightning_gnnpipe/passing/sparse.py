@@ -25,6 +25,7 @@ from lightning_gnnpipe.staleness import StepOrder
 log = logging.getLogger(__name__)
 
 _Key = tuple[Any, ...]
+Keep = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +42,24 @@ class Pattern:
     """The edges of a graph, sorted by target and, once asked for, by source.
 
     `edges`: positions, sorted by target. `num_nodes`: with the ghosts of a shard. `chunk_of_row`:
-    `[num_nodes]`.
+    `[num_nodes]`. `keep` returns a tensor with a value an edge, or its copy in a file.
     """
 
-    def __init__(self, edges: Tensor, num_nodes: int, chunk_of_row: Tensor) -> None:
+    def __init__(self, edges: Tensor, num_nodes: int, chunk_of_row: Tensor, keep: Keep) -> None:
         small = max(num_nodes, edges.size(1)) < 2**31 - 64  # kernels count a little beyond
         dtype = torch.int32 if small else torch.int64
         source, target = edges
-        self.sources, self.starts = source.to(dtype), starts_of(target, num_nodes).to(dtype)
-        self.chunk_of_row = chunk_of_row
+        self.sources, self.starts = keep(source.to(dtype)), starts_of(target, num_nodes).to(dtype)
+        self.chunk_of_row, self.keep = chunk_of_row, keep
 
     @cached_property
     def order(self) -> Tensor:
-        return self.sources.argsort(stable=True).to(self.sources.dtype)
+        return self.keep(self.sources.argsort(stable=True).to(self.sources.dtype))
 
     @cached_property
     def targets_by_source(self) -> Tensor:
         rows = torch.arange(self.starts.numel() - 1, device=self.starts.device)
-        return self.by_target(rows.to(self.starts.dtype)).index_select(0, self.order)
+        return self.keep(self.by_target(rows.to(self.starts.dtype)).index_select(0, self.order))
 
     @cached_property
     def starts_by_source(self) -> Tensor:
@@ -189,7 +190,7 @@ class Adjacency:
                 factor = torch.ones(is_cross.numel(), dtype=dtype, device=is_cross.device)
                 factor.masked_fill_(is_cross, scale)
                 values = factor if values is None else factor.mul_(values)
-            self._typed[key] = values
+            self._typed[key] = None if values is None else self._pattern.keep(values)
         return self._typed[key]
 
     def _mask(

@@ -89,6 +89,7 @@ class Target:
         link: Of each rank.
         is_one_machine: Whether the ranks share the cores of this machine.
         memory_gib: Memory of a rank; None for no limit.
+        is_mapped: Whether the arguments and the plan are files.
     """
 
     module: nn.Module
@@ -100,6 +101,7 @@ class Target:
     link: Link
     is_one_machine: bool
     memory_gib: float | None
+    is_mapped: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,6 +147,7 @@ class Forecaster:
             inputs,
             histories,
             is_tight=target.memory_gib is not None or self._options.exact_in_chunks,
+            is_mapped=target.is_mapped,
             shares_cores=True,
         )
 

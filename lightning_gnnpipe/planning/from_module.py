@@ -104,7 +104,8 @@ def plan_pipeline(
     memory_gib = options.memory_gib if memory_gib is None else memory_gib
     if options.graph_parallel == 1:
         options = replace(options, memory_gib=memory_gib)
-    if isinstance(getattr(batch, "stored", None), StoredGraph):
+    is_mapped = isinstance(getattr(batch, "stored", None), StoredGraph)
+    if is_mapped:
         run = RunOptions(options, asked[0] if asked else num_devices)
         run.open(batch.stored)
         options = run.cut
@@ -118,6 +119,7 @@ def plan_pipeline(
         link=link,
         is_one_machine=link_gbit_per_s is None,
         memory_gib=memory_gib,
+        is_mapped=is_mapped,
     )
     threads = _threads_of_one(num_devices)
     with as_written(module), switched(pipelined, True), computing_with(threads):

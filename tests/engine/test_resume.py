@@ -26,7 +26,7 @@ def planned(assignment: list[int], options: HistoryOptions | None = None) -> His
     plan = plan_from_assignment(EDGES, 6, torch.tensor(assignment))
     world = World(0, 1, torch.device("cpu"), timedelta(seconds=1))
     transport = Transport(world, (1, 1), Meter())
-    return Histories(PlannedGraph(plan, transport), options or HistoryOptions(), transport)
+    return Histories(PlannedGraph(plan, transport, None), options or HistoryOptions(), transport)
 
 
 def push(own: Histories, key: CallKey, by_node: Tensor) -> None:
