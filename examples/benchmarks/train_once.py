@@ -288,7 +288,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--table-folder", help="of files for histories and inputs of layers; else memory")
     add("--accelerator", choices=["cpu", "gpu"], default="cpu")
     add("--precision", default="32-true", help="of the Trainer")
-    add("--graph", help="a file that holds the graph, instead of the synthetic one")
+    add("--graph", help="a file, or a prepared folder, instead of the synthetic one")
     add("--partition", default="metis")
     add("--turn", help="write this file before the first step, and wait until it is gone")
     return parser
@@ -303,6 +303,8 @@ def parse_codecs(text: str) -> CodecOption:
 
 
 def make_data(options: argparse.Namespace) -> Data:
+    if options.graph and Path(options.graph).is_dir():
+        return FullGraphDataModule(options.graph).data
     if options.graph:
         data = torch.load(options.graph, weights_only=False)
     else:
@@ -393,7 +395,8 @@ def make_trainer(options: argparse.Namespace, callback: L.Callback, num_steps: i
 def make_source(options: argparse.Namespace, data: Data) -> Any:
     """Return what feeds the graph to the Trainer."""
     if options.mode != "csr":
-        return FullGraphDataModule(data)
+        is_folder = options.graph and Path(options.graph).is_dir()
+        return FullGraphDataModule(options.graph if is_folder else data)
     whole: Any = [data]  # a data module expects 'edge_index'
     return DataLoader(whole, batch_size=1, collate_fn=lambda batch: batch[0])
 

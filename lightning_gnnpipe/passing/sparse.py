@@ -125,7 +125,7 @@ class Adjacency:
         if key not in self._parts:
             part = self.columns(chunk, dtype) if by_source else self.rows(chunk, dtype)
             local = part.indices - chunk.start if chunk.start else part.indices
-            self._parts[key] = replace(part, indices=local)
+            self._parts[key] = replace(part, indices=self._pattern.keep(local))
         return self._parts[key]
 
     def columns(
@@ -190,7 +190,9 @@ class Adjacency:
                 factor = torch.ones(is_cross.numel(), dtype=dtype, device=is_cross.device)
                 factor.masked_fill_(is_cross, scale)
                 values = factor if values is None else factor.mul_(values)
-            self._typed[key] = None if values is None else self._pattern.keep(values)
+            if values is not None and values is not self._values:
+                values = self._pattern.keep(values)
+            self._typed[key] = values
         return self._typed[key]
 
     def _mask(
