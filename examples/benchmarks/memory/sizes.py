@@ -1,0 +1,96 @@
+"""What does a graph in a folder take, over its size? Seconds, and anonymous memory of a process.
+
+python examples/benchmarks/memory/sizes.py --folder /a/large/disk
+python examples/benchmarks/memory/sizes.py --folder /a/large/disk --nodes 100000 1000000 10000000
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.append(str(Path(__file__).parents[1]))
+from common import print_table, train_once
+
+WIDTH, NUM_CLASSES, BLOCK = 64, 16, 1000
+NEAR_FRAC = 0.7  # of edges within a block of nodes
+ROWS = 1 << 20  # made at once
+PREPARE = (
+    "import sys; from lightning_gnnpipe import prepare_graph; "
+    "prepare_graph(sys.argv[1], sys.argv[2], num_chunks=int(sys.argv[3]), partition='contiguous')"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--folder", type=Path, required=True, help="for graphs and tables, about 2 KB a node")
+    add("--nodes", nargs="+", type=int, default=[100_000, 1_000_000])
+    add("--edges-a-node", type=int, default=10)
+    add("--chunks", type=int, default=64)
+    add("--memory-gib", type=float, default=8.0)
+    options = parser.parse_args()
+    rows = []
+    for num_nodes in options.nodes:
+        arrays, graph = (options.folder / f"{name}-{num_nodes}" for name in ("arrays", "graph"))
+        if not arrays.exists():
+            make_arrays(arrays, num_nodes, options.edges_a_node)
+        prepare_s = prepare(arrays, graph, options.chunks)
+        run = train(graph, options.folder / "tables", options.memory_gib)
+        rows.append([f"{num_nodes:,}", f"{num_nodes * options.edges_a_node:,}", prepare_s])
+        rows[-1] += [f"{one:.1f}" for one in (run["step_s"][0], *run["epoch_s"][1:])]
+        rows[-1].append(f"{max(run['anonymous_mib']) / 1024:.2f}")
+        print(json.dumps(run), file=sys.stderr)
+    names = ["nodes", "edges", "prepare s", "first step s", "epochs s", "GiB"]
+    print_table(names, rows)
+
+
+def make_arrays(folder: Path, num_nodes: int, edges_a_node: int) -> None:
+    """Write features, labels and symmetric edges."""
+    draw, half = np.random.default_rng(0), num_nodes * edges_a_node // 2
+    folder.mkdir(parents=True)
+    edges = np.empty((2, 2 * half), np.int64)
+    source = edges[0, :half] = draw.integers(0, num_nodes, half)
+    near = source // BLOCK * BLOCK + draw.integers(0, BLOCK, half)
+    far = draw.integers(0, num_nodes, half)
+    is_near = (draw.random(half) < NEAR_FRAC) & (near < num_nodes)
+    edges[1, :half] = np.where(is_near, near, far)
+    edges[:, half:] = edges[::-1, :half]
+    np.save(folder / "edge_index.npy", edges)
+    np.save(folder / "y.npy", np.arange(num_nodes) // BLOCK % NUM_CLASSES)
+    path, shape = folder / "x.npy", (num_nodes, WIDTH)
+    rows = np.lib.format.open_memmap(path, "w+", np.float32, shape)
+    for start in range(0, num_nodes, ROWS):
+        part = rows[start : start + ROWS]
+        part[:] = draw.standard_normal(part.shape, np.float32)
+    rows.flush()
+
+
+def prepare(arrays: Path, graph: Path, num_chunks: int) -> str:
+    """Return the seconds of preparing the graph in a process of its own; "" if it is there."""
+    if graph.exists():
+        return ""
+    start = time.perf_counter()
+    given = [str(arrays), str(graph), str(num_chunks)]
+    subprocess.run([sys.executable, "-c", PREPARE, *given], check=True)
+    return f"{time.perf_counter() - start:.0f}"
+
+
+def train(graph: Path, tables: Path, memory_gib: float) -> dict[str, Any]:
+    """Train one exact epoch and two pipelined ones on two processes, each with a validation."""
+    options: dict[str, Any] = {"model": "gcn", "layers": 8, "hidden": WIDTH}
+    options |= {"recompute": True, "histories": "bfloat16", "exact_in_chunks": True}
+    options |= {"graph": graph, "table_folder": tables, "memory_gib": memory_gib}
+    options |= {"stages": 2, "chunks": "auto", "validate": True, "warm": 0, "steps": 3}
+    return train_once(timeout_s=3600, **options)
+
+
+if __name__ == "__main__":
+    main()
