@@ -114,9 +114,10 @@ class GNNPipeStrategy(LightningStrategy):
         history_dtype: Dtype of histories, such as `torch.bfloat16`. None: as computed.
         history_device: Device of histories, such as "cpu" when GPU memory is short. None: where the
             layers compute.
-        table_folder: Keeps histories and their gradients, and with `exact_in_chunks` the inputs of
-            layers, in memory-mapped files in this folder. The system writes them out when memory is
-            short; the numbers stay the same. The files vanish with the run. None: in memory.
+        table_folder: Keeps histories and their gradients, matrices of the edges, and with
+            `exact_in_chunks` the inputs of layers, in memory-mapped files in this folder. The
+            system writes them out when memory is short; the numbers stay the same. The files vanish
+            with the run. None: in memory.
         cuda_graphs: Replay a chunk's forward, and its backward, by one launch each (CUDA graphs):
             for many chunks of small layers. Not tested on a GPU yet. Steps that a StalenessMonitor
             records run without.
