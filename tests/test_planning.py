@@ -148,6 +148,17 @@ def test_times_add_up() -> None:
     assert "forward" not in module.net.__dict__
 
 
+def test_exact_passes_in_chunks_are_forecast_with_what_runs_again() -> None:
+    """On one stage, where all steps are such; a layer waits for others within a pass."""
+    plan = plan_of(num_stages=1, exact_in_chunks=True)
+    again = sum(3 * one.forward_s + 2 * one.backward_s for one in plan.layer_costs)
+    assert plan.layout.step_s == pytest.approx(again)
+    assert plan.layouts[0].sizes == (1, 1, 1) and plan.layouts[0].step_s < again / 1.5
+    staged = plan_of(num_stages=2, exact_in_chunks=True, link_gbit_per_s=1e9, message_us=1e-3)
+    slowest_s = max(stage.compute_s for stage in staged.layout.stages)
+    assert staged.layout.step_s == pytest.approx(slowest_s * (4 + 2 - 1) / 4, rel=1e-3)
+
+
 def test_one_device_with_one_chunk_is_shown_first() -> None:
     data, net = make_data(), GCNII(NUM_FEATURES, WIDTH, NUM_CLASSES, num_layers=6, dropout=0.0)
     plan = plan_of(make_module(net), data, num_stages=2)

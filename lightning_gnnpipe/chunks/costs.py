@@ -84,6 +84,16 @@ class LayerCost:
         """Seconds, forward and backward."""
         return self.forward_s + self.backward_s
 
+    def step_s(self, *, recompute: bool = False, in_chunks: bool = False) -> float:
+        """Return its seconds in a training step.
+
+        `in_chunks`: in an exact one, a chunk runs up to what it reads of other chunks, and then
+        again: in backward with its activations.
+        """
+        if in_chunks:
+            return 3 * self.forward_s + 2 * self.backward_s
+        return self.compute_s + recompute * self.forward_s
+
 
 @dataclass(frozen=True, slots=True)
 class InputSizes:
@@ -121,7 +131,7 @@ class StepCosts:
 
     def alone_s(self, *, recompute: bool) -> float:
         """Seconds of computing a step on one device with a thread a core; 0 if not measured."""
-        return sum(one.compute_s + recompute * one.forward_s for one in self.by_all_cores)
+        return sum(one.step_s(recompute=recompute) for one in self.by_all_cores)
 
     def of(self, stage: Stage) -> list[LayerCost]:
         """Return the costs of all that `stage` computes."""

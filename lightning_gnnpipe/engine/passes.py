@@ -115,8 +115,14 @@ class Passes:
     def refresh(self, call: Call, inputs: Inputs, own: Histories, key: InputKey) -> None:
         """Recompute the histories of an input by an exact pass without dropout."""
         model = self._model
-        norms = model.intercepted.norms.values()
-        with switched(model.module, False, but=norms), torch.no_grad():
+        norms = model.intercepted.norms
+        if norms:
+            self._fallbacks.tell(
+                "EmbeddingRefresh runs one more forward pass before each epoch that it renews, "
+                "since '%s' normalises over all nodes. Leave it out, unless the loss jumps.",
+                min(norms),
+            )
+        with switched(model.module, False, but=norms.values()), torch.no_grad():
             has_changed = [model.has_changed(call, inputs)]
             model.is_due = max(self._transport.meet("refresh embeddings", has_changed))[0] > 0
             mode = self.mode(call, inputs, key)

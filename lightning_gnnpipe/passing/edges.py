@@ -87,7 +87,7 @@ class LocalEdges:
 class GraphEdges:
     """The edges of one graph by chunk, set and direction, and what was computed from them.
 
-    All contexts over the same chunks, those of `plan`, share one. `keep`: see `Pattern`.
+    All contexts over the chunks of `plan` share one. `keep`: see `Pattern`.
     """
 
     def __init__(self, plan: ChunkPlan, keep: Keep) -> None:

@@ -398,8 +398,12 @@ def _work(
         slowest, busiest = _largest_frac(work), max(map(_largest_frac, (sizes.nodes, sizes.edges)))
         rows = int(torch.maximum(sizes.sent, sizes.received).amax(1).sum())
         peers = int(sizes.peers.amax(1).sum())
-    of_stages, again = list(map(costs.of, split.stages)), options.recompute
-    compute_s = [sum(c.compute_s + again * c.forward_s for c in one) for one in of_stages]
+    of_stages, is_alone = list(map(costs.of, split.stages)), sizes is None and not num_others
+    again = {
+        "recompute": options.recompute,
+        "in_chunks": options.exact_in_chunks and is_alone and costs.num_chunks > 1,
+    }
+    compute_s = [sum(cost.step_s(**again) for cost in one) for one in of_stages]
     codecs = get_codecs(options.cut_codec)
     cuts = [split.cut_bytes(stage, codecs) for stage in split.stages[:-1]]
     ring = 2 * (num_shards - 1) / num_shards  # all-reduce over the shards

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 from torch_geometric.data import Data
+from torch_geometric.nn import SAGEConv
 
 from lightning_gnnpipe import EmbeddingRefresh, FullGraphDataModule
 from lightning_gnnpipe.engine.passes import Passes
@@ -88,6 +89,28 @@ def same(data: Data) -> Data:
 def scaled(data: Data) -> Data:
     data.x = data.x * 100
     return data
+
+
+class Normed(nn.Module):
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(SAGEConv(*sizes) for sizes in [(4, 6), (6, 3)])
+        self.norm = norm(6)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.convs[1](self.norm(self.convs[0](x, edge_index)), edge_index)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
+def test_a_refresh_that_costs_a_forward_pass_says_so(
+    norm: Callable[[int], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"max_epochs": 4, "callbacks": [EmbeddingRefresh(1)]}
+    trainer = quiet_trainer(1, {"partition": communities(5).partition}, **options)
+    trainer.fit(NodeClassifier(Normed(norm), 3), datamodule=FullGraphDataModule(graph()))
+    told = [one for one in caplog.messages if "EmbeddingRefresh" in one]
+    assert len(told) == (norm is nn.BatchNorm1d)
+    assert not told or "since 'norm' normalises over all nodes. Leave it out" in told[0]
 
 
 @pytest.mark.some_cases(1)
