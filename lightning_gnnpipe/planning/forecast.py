@@ -398,7 +398,7 @@ def _work(
         slowest, busiest = _largest_frac(work), max(map(_largest_frac, (sizes.nodes, sizes.edges)))
         rows = int(torch.maximum(sizes.sent, sizes.received).amax(1).sum())
         peers = int(sizes.peers.amax(1).sum())
-    of_stages, is_alone = list(map(costs.of, split.stages)), sizes is None and not num_others
+    of_stages, is_alone = list(map(costs.of, split.stages)), num_shards == 1 and not num_others
     again = {
         "recompute": options.recompute,
         "in_chunks": options.exact_in_chunks and is_alone and costs.num_chunks > 1,
