@@ -110,9 +110,9 @@ class GNNPipeStrategy(PipelineHooks):
             for many chunks of small layers. Not tested on a GPU yet. Steps that a StalenessMonitor
             records run without.
         exact_in_chunks: False: exact passes (evaluation, first and warm-up steps) run on the whole
-            graph at once. True: they run layer by layer over the chunks, in less memory and more
-            time: the same numbers, but for which values dropout drops. On one stage all training
-            steps are exact then. Graphs that the chunks do not fit are evaluated at once.
+            graph at once. True: they run layer by layer over the chunks, in less memory and 1.3 to
+            4 times the time: the same numbers, but for which values dropout drops. On one stage all
+            training steps are exact then. Graphs that the chunks do not fit are evaluated at once.
         memory_gib: GiB that a process may take, beside Python and its libraries. Fit predicts its
             peak and, until it fits, chooses num_chunks, recompute, history_dtype="bfloat16" and
             exact_in_chunks, unless they are given; it refuses what would not fit. Not for shards,

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import lightning_gnnpipe
-from lightning_gnnpipe import errors, models
+from lightning_gnnpipe import GNNPipeStrategy, errors, models
 from lightning_gnnpipe.layers.support import REFUSED_CONVS
 from tests.docs.pages import PAGES, ROOT
 from tests.helpers.convs import CASES, REFUSED
@@ -50,6 +50,19 @@ def brightness(colour: str) -> float:
     """Return the relative luminance of WCAG, to within a few percent."""
     parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return sum(w * part**2.2 for w, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True))
+
+
+def test_help_on_the_strategy_begins_with_what_users_call() -> None:
+    """Hooks of Lightning are inherited: `help()` lists them behind."""
+    called = {name for name in vars(GNNPipeStrategy) if not name.startswith("_")}
+    assert called == {
+        "plan",
+        "collect_stats",
+        "collect_staleness",
+        "gathered",
+        "controls",
+        "engine",
+    }
 
 
 def test_the_pictures_are_up_to_date_and_can_be_read_in_the_dark(
