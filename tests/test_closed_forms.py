@@ -40,11 +40,16 @@ def test_an_exchange_holds_up_each_chunk_unless_it_is_asynchronous() -> None:
 
 
 def test_a_message_takes_time_whatever_its_size() -> None:
-    """Across a cut it is late once; in exchanges each one holds up the stage."""
-    link = Link(100.0, 0.25)
-    assert step_s(link=link) == (4 + 1) * 3 + 2 * 0.25
-    assert step_s(link=link, num_messages=[8, 8]) == (4 + 1) * (3 + 0.5) + 2 * 0.25
-    assert step_s(link=link, num_rounds=2) == step_s(link=link) + 2 * 0.25
+    """Across a cut it is late once, a chunk is taken up in half of one; exchanges hold up a stage.
+
+    Several ranks, which send each other the outputs, agree in five.
+    """
+    link, late = Link(100.0, 0.25), (2 + 4 / 2) * 0.25
+    assert step_s(link=link) == (4 + 1) * 3 + late
+    assert step_s(link=link, num_messages=[8, 8]) == (4 + 1) * (3 + 0.5) + late
+    assert step_s(link=link, num_rounds=2) == step_s(link=link) + (2 + 5) * 0.25
+    alone = {"compute_s": [12], "halo_bytes": [0], "num_messages": [0], "cut_bytes": []}
+    assert step_s(link=link, **alone) == 12
 
 
 def test_a_slow_cut_sets_the_pace() -> None:

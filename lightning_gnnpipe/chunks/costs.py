@@ -115,7 +115,8 @@ class StepCosts:
     """Costs of a training step over all nodes: of layers, and of recomputing values, by name.
 
     They are measured in `num_chunks` chunks. `is_disturbed`: no idle machine takes such times.
-    `by_all_cores`: of layers on one chunk with a thread a core; empty if not measured.
+    `by_all_cores`: of layers on one chunk with a thread a core; empty if not measured. `taken_s`:
+    seconds of taking up a chunk from another stage.
     """
 
     layers: tuple[LayerCost, ...]
@@ -124,6 +125,7 @@ class StepCosts:
     sizes: InputSizes = field(default_factory=InputSizes)
     is_disturbed: bool = False
     by_all_cores: tuple[LayerCost, ...] = ()
+    taken_s: float = 0.0
 
     @property
     def compute_s(self) -> float:
@@ -180,10 +182,11 @@ class StepCosts:
         return replace(self, layers=layers, repeats=repeats, num_chunks=num_chunks)
 
     def step_s(self, stages: Sequence[Stage], num_chunks: int) -> float:
-        """Return the seconds of computing a step on `stages` in `num_chunks` chunks."""
+        """Return the seconds of computing a step on `stages`, which take up `num_chunks` chunks."""
         costs = self.at(num_chunks)
         slowest_s = max(sum(one.compute_s for one in costs.of(stage)) for stage in stages)
-        return slowest_s * (num_chunks + len(stages) - 1) / num_chunks
+        taken_s = self.taken_s * num_chunks * (len(stages) > 1)
+        return slowest_s * (num_chunks + len(stages) - 1) / num_chunks + taken_s
 
     def times(self, stages: Sequence[Stage], num_nodes: int) -> dict[int, float]:
         """Return `step_s` by the numbers of chunks to choose from: 1 to 16 a stage."""
@@ -203,6 +206,7 @@ class StepCosts:
 _FLOAT = re.compile(r"\d+(\.\d+(e-?\d+)?|e-?\d+)")
 _MOST_RUNS = 5
 _DISTURBED = 3.0  # caches save less
+_TAKEN_S = 0.7e-3  # half a message by gloo, on the GPU nearly none
 _LONGEST_S = 0.5  # for repeated runs of all layers
 _ENOUGH = 4  # layers of one form to time
 _forks: list[int] = []  # this process, if it is a fork: more threads of OpenMP may wait for ever
@@ -269,7 +273,8 @@ def measure_costs(
     }
     given = sum(leaf.nbytes for leaf in call.leaves)
     sizes = InputSizes(inputs.num_nodes, sum(inputs.edge_sizes), given, values, is_mapped)
-    return replace(found, sizes=sizes)
+    is_on_cpu = inputs.edge_index.device.type == "cpu"
+    return replace(found, sizes=sizes, taken_s=_TAKEN_S * is_on_cpu)
 
 
 def num_cores() -> int:

@@ -2,8 +2,9 @@
 
 All K chunks pass S stages, forward and backward, in `(K + S - 1) / K` times what the slowest stage
 takes; a link that is slower than the stages sets the pace instead. A message takes
-`message_s + num_bytes / bytes_per_s` (Hockney, The communication challenge for MPP, 1994). Ignored:
-ranks of one machine share its memory.
+`message_s + num_bytes / bytes_per_s` (Hockney, The communication challenge for MPP, 1994). Beside
+what they send, several ranks agree on each step, and a stage takes up each chunk: `_AGREEING`,
+`_TAKING_UP`. Ignored: ranks of one machine share its memory.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass, replace
 # Seconds of a message by gloo between two processes of a machine with two cores, while both
 # compute: the median in `examples/benchmarks/prediction`.
 MESSAGE_S = 1.4e-3
+# In messages of any size, by time stamps of both ranks of a step on 10,000 nodes.
+_AGREEING, _TAKING_UP = 5.0, 0.5
 _LINK_GBIT_PER_S = 10.0  # typical between machines; about that of gloo within one
 _EXCHANGE_GBIT_PER_S = 1.0  # that gloo reaches within one, in `examples/benchmarks/scale`
 
@@ -98,7 +101,9 @@ def time_layout(work: LayoutWork) -> tuple[float, float]:
         *halo_s,
         sum(work.compute_s) / work.stages_at_once,
     )
-    pipeline_s += 2 * (num_stages - 1) * link.message_s
+    num_waits = 2 * (num_stages - 1) + _AGREEING * (work.num_rounds > 0)
+    num_waits += _TAKING_UP * num_chunks * (num_stages > 1)
+    pipeline_s += num_waits * link.message_s
     outputs_s = work.num_rounds * (link.message_s + work.output_bytes / link.bytes_per_s)
     step_s = pipeline_s + outputs_s + work.weight_bytes / link.bytes_per_s
     busy_s = sum(work.compute_s)
