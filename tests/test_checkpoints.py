@@ -308,11 +308,15 @@ def test_sigterm_leaves_a_checkpoint_to_go_on_from(options: dict[str, Any], tmp_
     assert "optimizer_states" in torch.load(tmp_path / "last-sigterm.ckpt", weights_only=True)
 
 
+BY_EPOCH = {"monitor": "epoch", "save_top_k": 9, "filename": "{epoch}"}  # the first is the best
+
+
 @pytest.mark.parametrize(
     ("number", "name", "options"),
     [
         (signal.SIGINT, "every/epoch=1-step=2.ckpt", {"dirpath": "every"}),
         (signal.SIGINT, "last.ckpt", {"dirpath": ".", "save_last": True}),
+        (signal.SIGINT, "epoch=1.ckpt", {"dirpath": ".", **BY_EPOCH}),
         (signal.SIGINT, "", {"dirpath": ".", "save_weights_only": True}),
         (signal.SIGTERM, "last-sigterm.ckpt", {"dirpath": ".", "every_n_epochs": 5}),
     ],

@@ -40,16 +40,17 @@ def test_an_exchange_holds_up_each_chunk_unless_it_is_asynchronous() -> None:
 
 
 def test_a_message_takes_time_whatever_its_size() -> None:
-    """Across a cut it is late once, a chunk is taken up in half of one; exchanges hold up a stage.
+    """Across a cut it is late once; exchanges hold up a stage.
 
-    Several ranks, which send each other the outputs, agree in five.
+    Several ranks, which send each other the outputs, agree in five messages.
     """
-    link, late = Link(100.0, 0.25), (2 + 4 / 2) * 0.25
+    link, late = Link(100.0, 0.25), 2 * 0.25
     assert step_s(link=link) == (4 + 1) * 3 + late
     assert step_s(link=link, num_messages=[8, 8]) == (4 + 1) * (3 + 0.5) + late
     assert step_s(link=link, num_rounds=2) == step_s(link=link) + (2 + 5) * 0.25
     alone = {"compute_s": [12], "halo_bytes": [0], "num_messages": [0], "cut_bytes": []}
-    assert step_s(link=link, **alone) == 12
+    assert step_s(link=link, taken_s=0.1, **alone) == 12
+    assert step_s(taken_s=0.1) == step_s() + 4 * 0.1
 
 
 def test_a_slow_cut_sets_the_pace() -> None:

@@ -26,6 +26,7 @@ from torch_geometric.nn import GCNConv
 
 from gnnpipe import main
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, datamodule, prepare_graph
+from lightning_gnnpipe.chunks.costs import InputSizes
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, GraphError
 from lightning_gnnpipe.graph import ContentNumbers, fingerprint, partition_nodes, stored
 from lightning_gnnpipe.graph import partition as partitions
@@ -181,6 +182,57 @@ def test_layers_are_timed_in_the_folders_chunks_with_the_matrices_of_training(
     trainer = quiet_trainer(1, {**strategy, "recompute": True}, max_epochs=3)
     trainer.fit(Module(), datamodule=FullGraphDataModule(folder))
     assert len(made) == 1
+
+
+class MaxNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(
+            GCNConv(*sizes, aggr="max", add_self_loops=False) for sizes in [(6, 8), (8, 3)]
+        )
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
+        return self.convs[1](self.convs[0](x, edge_index).relu(), edge_index)
+
+
+@pytest.mark.parametrize("num_sanity_val_steps", [0, 1])
+def test_matrices_in_files_serve_training_after_a_validation(
+    num_sanity_val_steps: int, folder: Path, tmp_path: Path
+) -> None:
+    weights = list[list[Tensor]]()
+    for tables in (None, tmp_path / "tables"):
+        module = Module()
+        torch.manual_seed(2)
+        module.net = MaxNet().double()
+        options = {"max_epochs": 3, "num_sanity_val_steps": num_sanity_val_steps}
+        strategy = {"table_folder": tables, "num_chunks": NUM_CHUNKS}
+        trainer = quiet_trainer(1, strategy, **options)
+        trainer.fit(module, datamodule=FullGraphDataModule(folder))
+        weights.append([one.detach() for one in module.parameters()])
+    for one, other in zip(*weights, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_memory_is_predicted_without_the_files_of_a_folder(folder: Path) -> None:
+    def sizes(data: Any, **options: Any) -> InputSizes:
+        found = list[InputSizes]()
+
+        class Look(L.Callback):
+            def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+                found.append(trainer.strategy.engine.model.costs.sizes)
+
+        strategy = {"memory_gib": 1.0, **options}
+        trainer = quiet_trainer(1, strategy, max_epochs=1, callbacks=[Look()])
+        trainer.fit(Module(), datamodule=FullGraphDataModule(data))
+        return found[0]
+
+    mapped, cut_anew, held = (
+        sizes(folder),
+        sizes(folder, cross_chunk_edges="drop", num_chunks=NUM_CHUNKS),
+        sizes(make_graph(), num_chunks=NUM_CHUNKS),
+    )
+    assert (mapped.is_mapped, cut_anew.is_mapped, held.is_mapped) == (True, False, False)
+    assert mapped.given_bytes == 0 < cut_anew.given_bytes == held.given_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])

@@ -1,6 +1,6 @@
 """Predicts the most memory that a rank takes, and chooses what makes it fit into `memory_gib`.
 
-    always       the graph, its plan and matrices, weights, outputs
+    always       the graph, its plan and matrices, unless they are files, weights, outputs
     exact        histories, all activations; or inputs of layers, with `recompute`
     pipelined    histories and their gradients, all activations; or one chunk's
     evaluation   histories and their gradients, one layer
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gnnpipe.chunks.costs import LayerCost, StepCosts
+from lightning_gnnpipe.chunks.costs import InputSizes, LayerCost, StepCosts
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.options import RunOptions, StrategyOptions
 from lightning_gnnpipe.stages import Layers, Stage, find_users, split_layers
@@ -86,23 +86,24 @@ def predict_peaks(
         pipelined = (tables + kept + of_chunk) * is_piped
         held = 1.0 * _TRAINED * weight + bytes_of([*stage.received, *stage.sent])
         held += _OUTPUTS * bytes_of(stages[-1].sent)
-        held += edge_bytes(options, is_cut, node_frac, sizes.is_mapped) * sizes.num_edges
-        cutting = _MAKING * sizes.num_edges
+        held += edge_bytes(options, sizes, is_cut, node_frac) * sizes.num_edges
+        held += sizes.given_bytes
+        cutting = sizes.given_bytes + (_MAKING if sizes.is_mapped else _CUTTING) * sizes.num_edges
         if not sizes.is_mapped:
-            held += sizes.given_bytes + bytes_of(stage.leaves)
-            cutting = sizes.given_bytes + _CUTTING * sizes.num_edges
+            held += bytes_of(stage.leaves)
         found.append(round(_SPARE * max(held + max(exact, pipelined, evaluated), cutting)))
     return found
 
 
 def edge_bytes(
-    options: StrategyOptions, is_cut: bool, node_frac: float = 1.0, is_mapped: bool = False
+    options: StrategyOptions, sizes: InputSizes, is_cut: bool, node_frac: float = 1.0
 ) -> float:
     """Return the bytes of an edge: in the plan, in matrices, and in the layers' own edges."""
     num_copies = 1 + (is_cut and not options.exact_in_chunks)  # of the chunks, of the whole
     in_matrices = node_frac * (_MATRIX + _ENDS * num_copies)
     in_plan = _PLAN + _ENDS * is_cut
-    return in_plan * (not is_mapped) + in_matrices * (options.table_folder is None)
+    is_filed = sizes.is_on_host and options.table_folder is not None
+    return in_plan * (not sizes.is_mapped) + in_matrices * (not is_filed)
 
 
 def _table_bytes(cost: LayerCost, options: StrategyOptions) -> float:

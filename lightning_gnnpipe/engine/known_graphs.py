@@ -216,7 +216,7 @@ class GraphCache:
     def cut_to_measure(self, fingerprint: int, inputs: Inputs) -> GraphEdges | int:
         """Return the edges of the whole graph if its plan is known, else its number of chunks."""
         cut = self._graphs.get((fingerprint, True))
-        if cut is None and self._find_stored(fingerprint, inputs, is_cut=True) is not None:
+        if cut is None and self.find_stored(fingerprint, inputs) is not None:
             cut = self.cut(fingerprint, inputs)
         if cut is not None and cut.plan.shard is None:
             return cut.reading.edges
@@ -241,7 +241,7 @@ class GraphCache:
         index, num_shards = self._transport.mesh.shard, self._transport.mesh.num_shards
         tables = self.histories.folder
         is_dropping = is_cut and options.given.cross_chunk_edges == "drop"
-        stored = self._find_stored(fingerprint, inputs, is_cut=is_cut)
+        stored = self.find_stored(fingerprint, inputs, is_cut=is_cut)
         if stored is not None:
             plan = stored.plan.to(self._transport.world.device)
             if not is_cut or options.count_chunks(num_nodes) == 1:
@@ -283,7 +283,9 @@ class GraphCache:
             cut_frac=edge_cut_frac(edge_index, assignment) if kept is None else 0.0,
         )
 
-    def _find_stored(self, fingerprint: int, inputs: Inputs, *, is_cut: bool) -> StoredGraph | None:
+    def find_stored(
+        self, fingerprint: int, inputs: Inputs, *, is_cut: bool = True
+    ) -> StoredGraph | None:
         """Return the folder's plan, if it is the plan of this graph."""
         options, stored = self._options, self._options.stored
         is_dropping = is_cut and options.given.cross_chunk_edges == "drop"

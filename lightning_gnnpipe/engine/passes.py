@@ -82,10 +82,12 @@ class Passes:
 
         def measure(layers: Layers) -> StepCosts:
             cut: GraphEdges | BatchPlan | int
+            stored = None
             if key is None:
                 cut = self._plan_batch(inputs)
             else:
                 cut = self._graphs.cut_to_measure(key.graph, inputs)
+                stored = self._graphs.find_stored(key.graph, inputs)
             module, histories = self._model.module, self._graphs.histories
             given = self._options.given
             is_tight = given.memory_gib is not None or given.exact_in_chunks
@@ -97,7 +99,7 @@ class Passes:
                 inputs,
                 histories,
                 is_tight=is_tight,
-                is_mapped=self._options.stored is not None,
+                mapped=None if stored is None else stored.places,
                 shares_cores=self._transport.has_others and given.graph_parallel == 1,
             )
             if is_tight:
@@ -184,7 +186,7 @@ class Passes:
             is_synchronous = is_exact or self._controls.is_synchronous
             context.store.begin_pass(self._messages[is_exact], is_synchronous=is_synchronous)
         by_layer = is_exact and self._options.given.exact_in_chunks and graph.plan.num_chunks > 1
-        if is_exact and self._has_budget:
+        if is_exact and self._has_budget and graph.plan.num_chunks > 1 and not by_layer:
             return_freed_memory()  # small pieces, of chunks, before one large piece for all nodes
         plan = graph.plan.whole if is_exact and not by_layer else graph.plan
         seed = self._options.seed

@@ -48,6 +48,7 @@ class StoredGraph:
     Attributes:
         source: Fingerprint of what it was written from.
         number: Fingerprint of its graph, as in `InputKey.graph`.
+        places: Addresses of the tensors, which are files.
         nodes: `[num_nodes]` the user's node at each position.
         parts: `[num_nodes]` the chunk of each position.
     """
@@ -55,6 +56,7 @@ class StoredGraph:
     source: int
     number: int
     cut_frac: float
+    places: frozenset[int]
     nodes: Tensor
     parts: Tensor
     plan: ChunkPlan
@@ -86,6 +88,7 @@ def open_stored(folder: Path) -> tuple[dict[str, Any], StoredGraph]:
             source=about["source"],
             number=fold([plan.num_nodes, plan.num_edges, edges_number]),
             cut_frac=about["cut_frac"],
+            places=frozenset(one.untyped_storage().data_ptr() for one in arrays.values()),
             nodes=arrays["n_id"],
             parts=plan.chunk_of_position(),
             plan=plan,

@@ -153,8 +153,8 @@ class GraphEdges:
             else:
                 owners = self.plan.chunk_of_row()
                 pattern = Pattern(edges, self.plan.num_rows, owners, self.keep)
-        if values is not None and values is not source:
-            values = self.keep(values)
+            if values is not None and values is not source:
+                values = self.keep(values)
         made = self._known[key] = WholeEdges(source, pattern, values)
         return made
 

@@ -3,8 +3,8 @@
 All K chunks pass S stages, forward and backward, in `(K + S - 1) / K` times what the slowest stage
 takes; a link that is slower than the stages sets the pace instead. A message takes
 `message_s + num_bytes / bytes_per_s` (Hockney, The communication challenge for MPP, 1994). Beside
-what they send, several ranks agree on each step, and a stage takes up each chunk: `_AGREEING`,
-`_TAKING_UP`. Ignored: ranks of one machine share its memory.
+what they send, several ranks agree on each step, and stages take up each chunk. Ignored: ranks of
+one machine share its memory.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 # Seconds of a message by gloo between two processes of a machine with two cores, while both
 # compute: the median in `examples/benchmarks/prediction`.
 MESSAGE_S = 1.4e-3
-# In messages of any size, by time stamps of both ranks of a step on 10,000 nodes.
-_AGREEING, _TAKING_UP = 5.0, 0.5
+_AGREEING = 5  # messages, by time stamps of both ranks of a step on 10,000 nodes
 _LINK_GBIT_PER_S = 10.0  # typical between machines; about that of gloo within one
 _EXCHANGE_GBIT_PER_S = 1.0  # that gloo reaches within one, in `examples/benchmarks/scale`
 
@@ -69,6 +68,7 @@ class LayoutWork:
         output_bytes: Bytes of the outputs of all nodes.
         num_rounds: Rounds of sending them to all ranks.
         waits_for_halo: Whether ranks wait for exchanges; else they only need to keep up.
+        taken_s: Seconds of taking up a chunk from another stage.
         stages_at_once: Stages that compute at the same time: ranks of one machine share its cores.
     """
 
@@ -82,6 +82,7 @@ class LayoutWork:
     output_bytes: float = 0.0
     num_rounds: int = 0
     waits_for_halo: bool = True
+    taken_s: float = 0.0
     stages_at_once: float = math.inf
 
 
@@ -102,8 +103,7 @@ def time_layout(work: LayoutWork) -> tuple[float, float]:
         sum(work.compute_s) / work.stages_at_once,
     )
     num_waits = 2 * (num_stages - 1) + _AGREEING * (work.num_rounds > 0)
-    num_waits += _TAKING_UP * num_chunks * (num_stages > 1)
-    pipeline_s += num_waits * link.message_s
+    pipeline_s += num_waits * link.message_s + work.taken_s * num_chunks * (num_stages > 1)
     outputs_s = work.num_rounds * (link.message_s + work.output_bytes / link.bytes_per_s)
     step_s = pipeline_s + outputs_s + work.weight_bytes / link.bytes_per_s
     busy_s = sum(work.compute_s)

@@ -8,7 +8,7 @@ link speed, memory         |
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -64,6 +64,7 @@ from lightning_gnnpipe.report import LayerNames, Split
 from lightning_gnnpipe.selfcheck import check_layers
 from lightning_gnnpipe.stages import (
     Layers,
+    Stage,
     check_counts,
     check_num_stages,
     choose_repeated,
@@ -89,7 +90,7 @@ class Target:
         link: Of each rank.
         is_one_machine: Whether the ranks share the cores of this machine.
         memory_gib: Memory of a rank; None for no limit.
-        is_mapped: Whether the arguments and the plan are files.
+        mapped: See `measure_costs`.
     """
 
     module: nn.Module
@@ -101,7 +102,7 @@ class Target:
     link: Link
     is_one_machine: bool
     memory_gib: float | None
-    is_mapped: bool
+    mapped: Collection[int] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,7 +148,7 @@ class Forecaster:
             inputs,
             histories,
             is_tight=target.memory_gib is not None or self._options.exact_in_chunks,
-            is_mapped=target.is_mapped,
+            mapped=target.mapped,
             shares_cores=True,
         )
 
@@ -307,7 +308,7 @@ class Forecaster:
                 first_layer=stage.segments[0].index,
                 num_layers=len(stage.segments),
                 num_parameters=sum(p.numel() for p in split.weights_of(stage)),
-                compute_s=sum(cost.compute_s for cost in measured.of(stage)),
+                compute_s=_compute_s(split, stage, measured, setting[0]),
                 memory_bytes=peak,
             )
 
@@ -398,12 +399,8 @@ def _work(
         slowest, busiest = _largest_frac(work), max(map(_largest_frac, (sizes.nodes, sizes.edges)))
         rows = int(torch.maximum(sizes.sent, sizes.received).amax(1).sum())
         peers = int(sizes.peers.amax(1).sum())
-    of_stages, is_alone = list(map(costs.of, split.stages)), num_shards == 1 and not num_others
-    again = {
-        "recompute": options.recompute,
-        "in_chunks": options.exact_in_chunks and is_alone and costs.num_chunks > 1,
-    }
-    compute_s = [sum(cost.step_s(**again) for cost in one) for one in of_stages]
+    of_stages = list(map(costs.of, split.stages))
+    compute_s = [_compute_s(split, stage, costs, options) for stage in split.stages]
     codecs = get_codecs(options.cut_codec)
     cuts = [split.cut_bytes(stage, codecs) for stage in split.stages[:-1]]
     ring = 2 * (num_shards - 1) / num_shards  # all-reduce over the shards
@@ -422,8 +419,17 @@ def _work(
         output_bytes=split.output_bytes,
         num_rounds=num_rounds(len(split.stages) * num_shards),
         waits_for_halo=not options.async_halo,
+        taken_s=costs.taken_s,
         stages_at_once=num_ranks / num_shards,
     )
+
+
+def _compute_s(split: Split, stage: Stage, costs: StepCosts, options: StrategyOptions) -> float:
+    """Return the seconds of computing a step on a stage; on one device all steps may be exact."""
+    is_alone = len(split.stages) * split.num_shards == 1
+    in_chunks = options.exact_in_chunks and is_alone and costs.num_chunks > 1
+    again = {"recompute": options.recompute, "in_chunks": in_chunks}
+    return sum(one.step_s(**again) for one in costs.of(stage))
 
 
 def ranks_at_once(device: torch.device, num_hosts: int = 1) -> float:

@@ -104,11 +104,13 @@ def plan_pipeline(
     memory_gib = options.memory_gib if memory_gib is None else memory_gib
     if options.graph_parallel == 1:
         options = replace(options, memory_gib=memory_gib)
-    is_mapped = isinstance(getattr(batch, "stored", None), StoredGraph)
-    if is_mapped:
+    mapped = None
+    if isinstance(getattr(batch, "stored", None), StoredGraph):
         run = RunOptions(options, asked[0] if asked else num_devices)
         run.open(batch.stored)
         options = run.cut
+        if options.partition is batch.stored.parts and options.cross_chunk_edges == "keep":
+            mapped = batch.stored.places
     target = Target(
         module=pipelined,
         root=module,
@@ -119,7 +121,7 @@ def plan_pipeline(
         link=link,
         is_one_machine=link_gbit_per_s is None,
         memory_gib=memory_gib,
-        is_mapped=is_mapped,
+        mapped=mapped,
     )
     threads = _threads_of_one(num_devices)
     with as_written(module), switched(pipelined, True), computing_with(threads):

@@ -276,7 +276,9 @@ def _shorten(exception: BaseException, *, keeps_rest: bool) -> None:
     Each rank prints it, and what lies before them is the way through the Trainer.
     """
     error: BaseException | None = exception
-    while error is not None:
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         line, lines, called = error.__traceback__, list[TracebackType](), list[TracebackType]()
         while line is not None:
             if is_users_file(line.tb_frame.f_code.co_filename):

@@ -121,7 +121,7 @@ class StopSignals:
         """Say from which checkpoint a run that is stopped goes on."""
         savers = [one for one in self._savers() if not one.save_weights_only]
         saver = max(savers, key=_compat.last_saved_step, default=None)
-        found = self._newest or (saver and (saver.last_model_path or saver.best_model_path))
+        found = self._newest or (saver and _compat.last_saved_path(saver))
         if found and self._trainer is not None and self._trainer.is_global_zero:
             rank_zero_info(f'Stopped. trainer.fit(ckpt_path="{found}") goes on from there.')
 

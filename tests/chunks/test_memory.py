@@ -17,6 +17,7 @@ from torch_geometric.data import Data
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.chunks import LayerCost, StepCosts, choose_setting, settings_of
+from lightning_gnnpipe.chunks.costs import InputSizes
 from lightning_gnnpipe.chunks.memory import edge_bytes
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.models import GNN, NodeClassifier
@@ -162,7 +163,7 @@ def test_an_edge_takes_no_more_bytes_than_predicted(
         engine.forward((), {"x": x, "edge_index": edges}).sum().backward()
     made = [size for place, size in storages().items() if place not in before]
     found = sum(size for size in made if size >= num_edges / num_chunks) / num_edges
-    expected = edge_bytes(StrategyOptions(**options), num_chunks > 1)
+    expected = edge_bytes(StrategyOptions(**options), InputSizes(), num_chunks > 1)
     assert found <= expected
     assert found >= 0.9 * expected or num_chunks == 1 or conv is gnn.SAGEConv
 

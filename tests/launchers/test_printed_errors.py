@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
+from lightning_gnnpipe.trainer import processes
 from tests.helpers.cases import slow
 from tests.helpers.scripts import run_script
 
@@ -62,6 +64,24 @@ def test_a_users_mistake_shows_its_lines_and_what_they_call(tmp_path: Path) -> N
     for line in ("Traceback", FIT, 'batch["missing"]', "storage.py", "KeyError: 'missing'"):
         assert line in text, text
     assert "fit_loop.py" not in text, text
+
+
+@pytest.mark.parametrize("is_refusal", [True, False])
+def test_a_traceback_is_shortened_whatever_its_causes(is_refusal: bool) -> None:
+    """Even of an error that is its own cause, or has no traceback."""
+    found: BaseException | None = None
+    try:
+        try:
+            torch.zeros(2).view(3)
+        except RuntimeError as error:
+            raise error from error
+    except RuntimeError as error:
+        found = error
+    assert found is not None
+    processes._shorten(found, keeps_rest=not is_refusal)
+    assert found.__traceback__ is not None
+    assert found.__traceback__.tb_frame.f_code.co_filename == __file__
+    processes._shorten(KeyError("bare"), keeps_rest=not is_refusal)
 
 
 def test_too_many_chunks_are_refused_before_processes_start(tmp_path: Path) -> None:
