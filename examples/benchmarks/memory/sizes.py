@@ -39,8 +39,9 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for num_nodes in options.nodes:
-        arrays, graph = (options.folder / f"{name}-{num_nodes}" for name in ("arrays", "graph"))
-        if not arrays.exists():
+        arrays = options.folder / f"arrays-{num_nodes}-{options.edges_a_node}"
+        graph = options.folder / f"graph-{num_nodes}-{options.edges_a_node}-{options.chunks}"
+        if not (arrays.exists() or graph.exists()):
             make_arrays(arrays, num_nodes, options.edges_a_node)
         prepare_s = prepare(arrays, graph, options.chunks)
         run = train(graph, options.folder / "tables", options.memory_gib)
@@ -53,9 +54,10 @@ def main() -> None:
 
 
 def make_arrays(folder: Path, num_nodes: int, edges_a_node: int) -> None:
-    """Write features, labels and symmetric edges."""
+    """Write features, labels and symmetric edges; the folder is there once they are whole."""
     draw, half = np.random.default_rng(0), num_nodes * edges_a_node // 2
-    folder.mkdir(parents=True)
+    whole, folder = folder, folder.with_name(f"{folder.name}.partial")
+    folder.mkdir(parents=True, exist_ok=True)
     edges = np.empty((2, 2 * half), np.int64)
     source = edges[0, :half] = draw.integers(0, num_nodes, half)
     near = source // BLOCK * BLOCK + draw.integers(0, BLOCK, half)
@@ -71,6 +73,7 @@ def make_arrays(folder: Path, num_nodes: int, edges_a_node: int) -> None:
         part = rows[start : start + ROWS]
         part[:] = draw.standard_normal(part.shape, np.float32)
     rows.flush()
+    folder.rename(whole)
 
 
 def prepare(arrays: Path, graph: Path, num_chunks: int) -> str:
