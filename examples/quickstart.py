@@ -1,9 +1,10 @@
-"""Train a deep GCNII on one graph three times: plainly, on one device, and in a pipeline.
+"""Train a deep GCNII on one graph plainly, on one device, and in a pipeline.
 
     python examples/quickstart.py
     python examples/quickstart.py --dataset Cora --root DIR --layers 64 --channels 64 --chunks 16
 
-The ways are a plain Trainer, the strategy on one device with one chunk, and the strategy in stages.
+The ways are a plain Trainer, the strategy on one device with one chunk, with one core and with as
+many as the pipeline has, and the strategy in stages.
 Prints what each reached and what the pipeline cost, and draws the pipeline's last training step in
 OUTPUT/timeline_epoch_<e>.png. The script is run once by you and once more by Lightning for every
 further process of the pipeline; only the process that you started trains on one device.
@@ -69,10 +70,13 @@ def main() -> None:
 
     is_launched = "LOCAL_RANK" in os.environ  # by Lightning or torchrun, as a part of the pipeline
     exact: list[Result] = []
-    if not is_launched:
-        one_chunk = GNNPipeStrategy(num_chunks=1)
-        exact.append(train_exactly("plain", "auto", datamodule, options))
-        exact.append(train_exactly("one", one_chunk, datamodule, options))
+    for name, num_threads in (
+        () if is_launched else (("plain", 1), ("one", 1), ("all", options.cores))
+    ):
+        strategy = "auto" if name == "plain" else GNNPipeStrategy(num_chunks=1)
+        torch.set_num_threads(num_threads)
+        exact.append(train_exactly(name, strategy, datamodule, options))
+    torch.set_num_threads(1)
     pipeline, is_first_rank = train_pipeline(datamodule, options)
     if is_first_rank:
         report(exact, pipeline, datamodule, options)
@@ -93,6 +97,7 @@ def parse_options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.chunks is None:
         options.chunks = 4 * options.stages
+    options.cores = min(options.stages, os.cpu_count() or 1)
     shortest = NUM_EXACT_EPOCHS + NUM_UNTIMED_EPOCHS + 1
     if options.epochs < shortest:
         parser.error(
@@ -215,7 +220,7 @@ def report(
     """Print the table, and where the timeline was drawn."""
     stats, num_stages, num_chunks = pipeline.stats, options.stages, options.chunks
     assert stats is not None
-    runs = [*(exact or 2 * [Result(float("nan"), float("nan"))]), pipeline]
+    runs = [*(exact or 3 * [Result(float("nan"), float("nan"))]), pipeline]
     kinds = ("forward", "backward", "output", "weight_grad")
     measured_bytes = sum(stats.bytes_by_kind.get(kind, 0) for kind in kinds)
     row_bytes = options.channels * FLOAT_BYTES * (num_stages - 1)
@@ -232,18 +237,18 @@ def report(
     )
     table.add_column("")
     table.add_column("plain\nTrainer", justify="right")
-    table.add_column("one device,\none chunk", justify="right")
+    for _ in range(2):
+        table.add_column("one device,\none chunk", justify="right")
     table.add_column(f"pipeline\n{num_stages} stages, {num_chunks} chunks", justify="right")
     add = table.add_row
-    one = f"{torch.get_num_threads()}"
-    add("threads", one, one, " + ".join([one] * num_stages))
+    add("threads", "1", "1", f"{options.cores}", " + ".join(["1"] * num_stages))
     add("test accuracy", *(f"{run.test_acc:.1%}" for run in runs))
-    add("seconds an epoch, median", *(f"{run.epoch_s:.3f}" for run in runs))
-    add("bytes an epoch, measured", "0", "0", f"{measured_bytes:,}")
-    add("bytes an epoch, formula", "0", "0", f"{formula_bytes:,}")
-    add(f"graph parallel, {num_stages} METIS parts", "", "", f"{graph_bytes:,}")
-    add("bubble share, measured", "", "", f"{stats.bubble_frac:.1%}")
-    add("  (S - 1) / (K + S - 1)", "", "", f"{bubble_frac:.1%}")
+    add("seconds a step", *(f"{run.epoch_s:.3f}" for run in runs))
+    add("bytes measured", "0", "0", "0", f"{measured_bytes:,}")
+    add("bytes by formula", "0", "0", "0", f"{formula_bytes:,}")
+    add(f"graph parallel, {num_stages}", "", "", "", f"{graph_bytes:,}")
+    add("idle share", "", "", "", f"{stats.bubble_frac:.1%}")
+    add("at least", "", "", "", f"{bubble_frac:.1%}")
 
     console = Console()
     console.print(table)

@@ -86,7 +86,8 @@ class GNNPipeStrategy(PipelineHooks):
         halo_codec: Encodes activations, and their gradients, that shards send each other in
             pipelined steps: "fp32" (unchanged), "bf16" (rounded), "int8" or "int1" (8 or 1 bits per
             value, rounded at random without bias). A pair: activations, gradients.
-        cut_codec: The same for what stages send each other.
+        cut_codec: Encodes activations, and their gradients, that stages send each other in
+            pipelined steps; values as for `halo_codec`.
         async_halo: Use activations and gradients of other shards of one epoch ago, while the
             present ones travel (PipeGCN, Sylvie-A).
         repeat_encoder: Let stages compute again what an encoder makes of the batch node by node,

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import lightning_gnnpipe
-from lightning_gnnpipe import GNNPipeStrategy, errors, models
+from lightning_gnnpipe import GNNPipeStrategy, errors, models, types
 from lightning_gnnpipe.layers.support import REFUSED_CONVS
 from tests.docs.pages import PAGES, ROOT
 from tests.helpers.convs import CASES, REFUSED
@@ -106,3 +106,15 @@ def test_words_are_those_of_the_field() -> None:
     for path in FILES:
         found = re.findall(rf"\b({'|'.join(INSTEAD)})\b", path.read_text(), re.IGNORECASE)
         assert not found, f"{path}: write {[INSTEAD[word.lower()] for word in found]}"
+
+
+def test_the_api_expands_all_names_of_values() -> None:
+    text = (DOCS / "api" / "index.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.M))
+    named = set(inspect.signature(GNNPipeStrategy).parameters.values())
+    used = {w for one in named for w in re.findall(r"\w+", str(one.annotation))}
+    assert rows.keys() == {name for name in used - {"Literal"} if hasattr(types, name)}
+    for name, values in rows.items():
+        alias = getattr(types, name)
+        every = re.findall(r"'(\w+)'", str(alias))
+        assert set(re.findall(r'"(\w+)"', values)) == set(every), name
