@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
 import sys
 from pathlib import Path
@@ -56,14 +57,15 @@ def test_quickstart_trains_thrice_prints_the_table_and_draws_the_timeline(tmp_pa
     )
     for accuracy in cells(text, "test accuracy"):
         assert float(accuracy.rstrip("%")) > 80
-    assert all(float(seconds) > 0 for seconds in cells(text, "seconds an epoch"))
-    measured, formula = (cells(text, f"bytes an epoch, {how}") for how in ("measured", "formula"))
+    assert all(float(seconds) > 0 for seconds in cells(text, "seconds a step"))
+    assert cells(text, "threads") == ["1", "1", str(min(2, os.cpu_count() or 1)), "1 + 1"]
+    measured, formula = (cells(text, f"bytes {how}") for how in ("measured", "by formula"))
     encoder = 64 * 16 + 16 + 2  # what both stages compute, with a number for each of two weights
     others = 6 * (16 * 16 + 1) + 16 * 10 + 10 + 2
     expected = 2 * 1797 * 16 * 4 + 1797 * 10 * 4 + (2 * encoder + others) * 4
-    assert measured == formula == ["0", "0", f"{expected:,}"]
-    assert cells(text, "graph parallel, 2 METIS parts")[2] != "0"
-    assert cells(text, "(S - 1) / (K + S - 1)")[2] == "11.1%"
+    assert measured == formula == ["0", "0", "0", f"{expected:,}"]
+    assert cells(text, "graph parallel, 2")[3] != "0"
+    assert cells(text, "at least")[3] == "11.1%"
     assert (tmp_path / "timeline_epoch_29.png").read_bytes().startswith(b"\x89PNG")
 
 
