@@ -40,7 +40,7 @@ from lightning_gnnpipe import (
     StalenessWarmup,
     TimelineCallback,
 )
-from lightning_gnnpipe.chunks import PipelineStats
+from lightning_gnnpipe.chunks import PipelineStats, num_cores
 from lightning_gnnpipe.graph import partition_nodes
 from lightning_gnnpipe.graph.partition import remote_reads
 from lightning_gnnpipe.models import GCNII, NodeClassifier
@@ -90,14 +90,16 @@ def parse_options() -> argparse.Namespace:
     add("--layers", type=int, default=16, help="message-passing layers (default: 16)")
     add("--channels", type=int, default=256, help="channels of each layer (default: 256)")
     add("--stages", type=int, default=2, help="stages, one process each (default: 2)")
+    add("--cores", type=int, help="of one device in its second run (default: one a stage)")
     add("--chunks", type=int, help="chunks of the graph (default: 4 a stage)")
     add("--epochs", type=int, default=12, help="epochs of each run (default: 12)")
     add("--seed", type=int, default=0)
     add("--output", type=Path, default=Path("outputs"), help="folder of the results")
     options = parser.parse_args()
+    if options.cores is None:
+        options.cores = min(options.stages, num_cores())
     if options.chunks is None:
         options.chunks = 4 * options.stages
-    options.cores = min(options.stages, os.cpu_count() or 1)
     shortest = NUM_EXACT_EPOCHS + NUM_UNTIMED_EPOCHS + 1
     if options.epochs < shortest:
         parser.error(
