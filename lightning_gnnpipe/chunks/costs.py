@@ -87,9 +87,8 @@ class LayerCost:
     def step_s(self, *, recompute: bool = False, in_chunks: bool = False) -> float:
         """Return its seconds in a training step.
 
-        `in_chunks`: in an exact one, a chunk runs up to what it reads of other chunks, and then
-        again, in backward with its activations: three times forward, twice backward. Tables, and
-        memory that is given back, make it more (GCN and GraphSAGE on 10,000 nodes, within 5 %).
+        `in_chunks`: of an exact step in chunks. A chunk that waits for rows or gradients of other
+        chunks runs a second time. The factors are measured, with GCN and GraphSAGE on 10,000 nodes.
         """
         if in_chunks:
             return 4 * self.forward_s + 3 * self.backward_s
@@ -100,7 +99,7 @@ class LayerCost:
 class InputSizes:
     """A graph; bytes of arguments in memory, and by name of tensors with a row a node or edge.
 
-    `is_mapped`: the plan is files, which take no memory.
+    `is_mapped`: the plan lies in memory-mapped files. `is_on_host`: the layers compute on the CPU.
     """
 
     num_nodes: int = 0
@@ -117,7 +116,7 @@ class StepCosts:
 
     They are measured in `num_chunks` chunks. `is_disturbed`: no idle machine takes such times.
     `by_all_cores`: of layers on one chunk with a thread a core; empty if not measured. `taken_s`:
-    seconds of taking up a chunk from another stage.
+    seconds that a stage spends on receiving a chunk.
     """
 
     layers: tuple[LayerCost, ...]
@@ -207,7 +206,7 @@ class StepCosts:
 _FLOAT = re.compile(r"\d+(\.\d+(e-?\d+)?|e-?\d+)")
 _MOST_RUNS = 5
 _DISTURBED = 3.0  # caches save less
-_TAKEN_S = 0.7e-3  # by gloo, measured as `planning` has it; not on a GPU
+_TAKEN_S = 0.7e-3  # by gloo, between two processes that compute
 _LONGEST_S = 0.5  # for repeated runs of all layers
 _ENOUGH = 4  # layers of one form to time
 _forks: list[int] = []  # this process, if it is a fork: more threads of OpenMP may wait for ever
@@ -230,7 +229,7 @@ def measure_costs(
     """Time layers in the chunks of `cut`, or in about so many, and in one.
 
     In large chunks one more adds no time. `is_tight`: one layer on all nodes may not fit.
-    `mapped`: addresses of arguments that are files, as the plan is; None if it is not.
+    `mapped`: addresses of arguments in memory-mapped files; None if the plan is not in files.
     `shares_cores`: time the layers with a thread a core as well, as one device alone would compute.
     """
     plan: ChunkPlan | BatchPlan
@@ -325,8 +324,8 @@ def measure_layers(
     """Time layers, and values that stages may compute again, on a middle-sized chunk.
 
     Layers that differ only in the values of their weights take the same time, the median of the
-    first four: the rest is not run. A batch of graphs has no histories. `edges`: of the plan, with
-    matrices that training uses as well.
+    first four: later ones do not run. A batch of graphs has no histories. `edges`: of the plan, if
+    training uses them as well.
     """
     store: _Zeros | None = None
     batch: BatchInputs | PlannedInputs

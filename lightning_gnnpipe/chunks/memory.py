@@ -1,6 +1,6 @@
 """Predicts the most memory that a rank takes, and chooses what makes it fit into `memory_gib`.
 
-    always       the graph, its plan and matrices, unless they are files, weights, outputs
+    always       weights, outputs; the graph, its plan and matrices, if they are not in files
     exact        histories, all activations; or inputs of layers, with `recompute`
     pipelined    histories and their gradients, all activations; or one chunk's
     evaluation   histories and their gradients, one layer
@@ -102,8 +102,8 @@ def edge_bytes(
     num_copies = 1 + (is_cut and not options.exact_in_chunks)  # of the chunks, of the whole
     in_matrices = node_frac * (_MATRIX + _ENDS * num_copies)
     in_plan = _PLAN + _ENDS * is_cut
-    is_filed = sizes.is_on_host and options.table_folder is not None
-    return in_plan * (not sizes.is_mapped) + in_matrices * (not is_filed)
+    are_files = sizes.is_on_host and options.table_folder is not None
+    return in_plan * (not sizes.is_mapped) + in_matrices * (not are_files)
 
 
 def _table_bytes(cost: LayerCost, options: StrategyOptions) -> float:

@@ -60,8 +60,8 @@ class PlannedGraph:
     """One graph, or this rank's shard of it.
 
     `cut_frac`: share of edges between chunks, 0 if dropped. `reading` serves passes that write no
-    histories. `free_tables`: of exact passes in chunks, for the next pass. `folder`: where tables
-    are files, and matrices; None for memory.
+    histories. `free_tables`: of exact passes in chunks, for the next pass. `folder`: of the
+    files that hold tables and matrices; None for memory.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class StoredGraph:
     Attributes:
         source: Fingerprint of what it was written from.
         number: Fingerprint of its graph, as in `InputKey.graph`.
-        places: Addresses of the tensors, which are files.
+        places: Addresses of the tensors, all in memory-mapped files.
         nodes: `[num_nodes]` the user's node at each position.
         parts: `[num_nodes]` the chunk of each position.
     """

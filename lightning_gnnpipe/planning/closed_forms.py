@@ -2,9 +2,9 @@
 
 All K chunks pass S stages, forward and backward, in `(K + S - 1) / K` times what the slowest stage
 takes; a link that is slower than the stages sets the pace instead. A message takes
-`message_s + num_bytes / bytes_per_s` (Hockney, The communication challenge for MPP, 1994). Beside
-what they send, several ranks agree on each step, and stages take up each chunk. Ignored: ranks of
-one machine share its memory.
+`message_s + num_bytes / bytes_per_s` (Hockney, The communication challenge for MPP, 1994). Several
+ranks also exchange short messages before each step, and a stage spends time on receiving a chunk.
+Ignored: ranks of one machine share its memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 # Seconds of a message by gloo between two processes of a machine with two cores, while both
 # compute: the median in `examples/benchmarks/prediction`.
 MESSAGE_S = 1.4e-3
-_AGREEING = 5  # messages, by time stamps of both ranks of a step on 10,000 nodes
+_AGREEING = 5  # short messages a step, by time stamps of two ranks
 _LINK_GBIT_PER_S = 10.0  # typical between machines; about that of gloo within one
 _EXCHANGE_GBIT_PER_S = 1.0  # that gloo reaches within one, in `examples/benchmarks/scale`
 
@@ -68,7 +68,7 @@ class LayoutWork:
         output_bytes: Bytes of the outputs of all nodes.
         num_rounds: Rounds of sending them to all ranks.
         waits_for_halo: Whether ranks wait for exchanges; else they only need to keep up.
-        taken_s: Seconds of taking up a chunk from another stage.
+        taken_s: Seconds that a stage spends on receiving a chunk.
         stages_at_once: Stages that compute at the same time: ranks of one machine share its cores.
     """
 

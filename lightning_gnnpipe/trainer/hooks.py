@@ -26,7 +26,7 @@ from lightning_gnnpipe.trainer.replicas import Replicas
 
 
 class PipelineHooks(LightningStrategy):
-    """What Lightning calls: each hook hands over to the part of the run that it belongs to."""
+    """Lightning's hooks; each calls the part that does the work: processes, host, checkpoints."""
 
     def __init__(
         self, options: StrategyOptions, data_parallel: int, backend: str | None, **lightnings: Any

@@ -273,7 +273,7 @@ class Processes:
 def _shorten(exception: BaseException, *, keeps_rest: bool) -> None:
     """Keep the user's own lines of the traceback; `keeps_rest`: and all that they have called.
 
-    Each rank prints it, and what lies before them is the way through the Trainer.
+    Each rank prints its traceback. The lines before the user's own lead through the Trainer.
     """
     error: BaseException | None = exception
     seen = set[int]()

@@ -49,7 +49,7 @@ def run(script: str, monkeypatch, capsys, *options: str) -> str:
     return capsys.readouterr().out
 
 
-def test_quickstart_trains_prints_the_table_and_draws_the_timeline(tmp_path):
+def test_the_quickstart_prints_its_table_and_draws_the_timeline(tmp_path):
     """Two processes, a table, a picture."""
     text = run_alone(
         "quickstart",
