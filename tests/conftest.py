@@ -47,10 +47,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
+@pytest.fixture(autouse=True)
+def has_the_same_weights() -> None:
+    """Let a test draw the same numbers in each run, whatever ran before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def double() -> Iterator[None]:
-    """Make float64 the default dtype, and the weights the same in each test."""
-    torch.manual_seed(0)
+    """Make float64 the default dtype."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

@@ -162,7 +162,7 @@ class RowMoments:
         self.num_rows = num_rows
         self.center.copy_(center)
         self.var.copy_(var).clamp_(min=0)
-        torch.add(self.var, _TINY, out=self._least)
+        torch.clamp(self.var, min=_TINY, out=self._least)
 
     def _clear(self) -> None:
         self._runs: dict[int, Tensor] = {}  # this step's chunks: the third of `_share_of_rows`

@@ -177,19 +177,19 @@ def by_chunk(norm: nn.Module, now: Tensor, then: Tensor, turn: Tensor) -> Tensor
 
     `then`: the same rows a step ago. `turn`: when the chunk of each row runs.
     """
-    mean, var = then.mean(0), then.var(0, unbiased=False)
+    mean, var = then.mean(0), then.var(0, unbiased=False).clamp(min=1e-12)
     out = torch.zeros_like(now)
     for place in range(int(turn.max()) + 1):
         has_run, is_own = turn <= place, turn == place
         added = 32 * (1 - float(has_run.double().mean()))  # rows of the variance of all then
 
         def variance(rows: Tensor, added: float = added) -> Tensor:
-            spread = (rows - rows.mean(0)).square().sum(0) + added * (var + 1e-12)
+            spread = (rows - rows.mean(0)).square().sum(0) + added * var
             return (spread / len(rows)).clamp(min=1e-12)  # a channel may be constant
 
         scale = (variance(now[has_run]) / variance(then[has_run])).sqrt()
         moved = now[has_run].mean(0) + scale * (mean - then[has_run].mean(0))
-        spread = scale.square() * (var + 1e-12)
+        spread = scale.square() * var
         out = torch.where(is_own.unsqueeze(1), normalised(norm, now, moved, spread), out)
     return out
 
