@@ -48,6 +48,7 @@ def test_one_line_says_the_layout(
     assert ("Logged: " in shown) != shows
     stages = "1 stage of 4" if num_stages == 1 else "2 stages of 2 + 2"
     assert shown.count(f"Pipeline: {stages} layers, 4 chunks.") == shown.count("Pipeline: ") == 1
+    assert ("num_chunks=1 is exact" in shown) == (num_stages == 1)
     assert "Expected" not in shown  # with balance="uniform" nothing is measured
     before, _ = shown.split("Pipeline: ")
     assert before.count("Tracing the network and checking it ...") == 1 and "Timing" not in shown

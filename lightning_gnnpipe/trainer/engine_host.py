@@ -322,6 +322,9 @@ def _tell_start(
         )
     has_graphs = isinstance(plan, BatchPlan)
     text = describe_split(split, plan.num_chunks, has_graphs=has_graphs)
+    is_one = (len(split.stages), split.num_shards, has_graphs) == (1, 1, False)
+    if is_one and plan.num_chunks > 1 and not options.of_chunks:
+        text += " On one device num_chunks=1 is exact, and seldom slower."
     if costs is not None and split.num_shards == 1:
         num_ranks = ranks_at_once(inputs.edge_index.device, trainer.num_nodes)
         of_replica = num_ranks / options.data_parallel
