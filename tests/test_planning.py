@@ -19,7 +19,7 @@ from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
 
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
-from lightning_gnnpipe.chunks import LayerCost, StepCosts, costs
+from lightning_gnnpipe.chunks import LayerCost, StepCosts, timing
 from lightning_gnnpipe.errors import ConfigError, GNNPipeError, UnsupportedError
 from lightning_gnnpipe.models import GCNII, NodeClassifier
 from lightning_gnnpipe.planning import PipelinePlan
@@ -134,7 +134,7 @@ def test_times_add_up() -> None:
     compute_s = sum(stage.compute_s for stage in plan.layout.stages)
     assert compute_s == pytest.approx(sum(cost.compute_s for cost in plan.layer_costs))
     slowest_s = max(stage.compute_s for stage in plan.layout.stages)
-    expected = slowest_s * (4 + 3 - 1) / 4 + 4 * costs._TAKEN_S
+    expected = slowest_s * (4 + 3 - 1) / 4 + 4 * timing._TAKEN_S
     assert plan.layout.step_s == pytest.approx(expected, rel=1e-3)
     late = plan_of(module, num_stages=3, message_us=1e6)
     # two cuts forward and back, two rounds for the outputs
@@ -157,7 +157,7 @@ def test_exact_passes_in_chunks_are_forecast_with_what_runs_again() -> None:
     assert plan.layouts[0].sizes == (1, 1, 1) and plan.layouts[0].step_s < again / 1.5
     staged = plan_of(num_stages=2, exact_in_chunks=True, link_gbit_per_s=1e9, message_us=1e-3)
     slowest_s = max(stage.compute_s for stage in staged.layout.stages)
-    expected = slowest_s * (4 + 2 - 1) / 4 + 4 * costs._TAKEN_S
+    expected = slowest_s * (4 + 2 - 1) / 4 + 4 * timing._TAKEN_S
     assert staged.layout.step_s == pytest.approx(expected, rel=1e-3)
 
 

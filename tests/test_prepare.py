@@ -177,7 +177,7 @@ def test_layers_are_timed_in_the_folders_chunks_with_the_matrices_of_training(
         make(self, *args)
 
     monkeypatch.setattr(sparse.Pattern, "__init__", count)
-    monkeypatch.setattr("lightning_gnnpipe.chunks.costs.plan_from_assignment", None)
+    monkeypatch.setattr("lightning_gnnpipe.chunks.timing.plan_from_assignment", None)
     strategy = {"self_check": False, "exact_in_chunks": True, "memory_gib": 1.0}
     trainer = quiet_trainer(1, {**strategy, "recompute": True}, max_epochs=3)
     trainer.fit(Module(), datamodule=FullGraphDataModule(folder))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_geometric import nn as gnn
 
-from lightning_gnnpipe.chunks import LayerCost, StepCosts, costs
+from lightning_gnnpipe.chunks import LayerCost, StepCosts, timing
 from lightning_gnnpipe.engine import passes
 from lightning_gnnpipe.planning import forecast
 from lightning_gnnpipe.planning.closed_forms import MESSAGE_S
@@ -103,7 +103,7 @@ def test_what_a_step_takes_is_said_beside_other_layouts(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     measuring(monkeypatch, seconds, chunk_s)
-    monkeypatch.setattr(costs, "num_cores", lambda: 5)
+    monkeypatch.setattr(timing, "num_cores", lambda: 5)
     monkeypatch.setattr(engine_host, "num_cores", lambda: 5)
     monkeypatch.setattr(forecast, "num_cores", lambda: 5)
     options = {"balance": "measured"}
@@ -126,7 +126,7 @@ def test_one_device_with_all_cores_is_compared_as_well(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     measuring(monkeypatch, [60e-3] * 4, 0.0, alone_s)
-    monkeypatch.setattr(costs, "num_cores", lambda: 5)
+    monkeypatch.setattr(timing, "num_cores", lambda: 5)
     monkeypatch.setattr(engine_host, "num_cores", lambda: 5)
     monkeypatch.setattr(forecast, "num_cores", lambda: 5)
     fit(2, strategy={"balance": "measured"}, max_epochs=1)
@@ -142,7 +142,7 @@ def test_processes_that_share_cores_take_longer(
 ) -> None:
     """Two on one core take what all layers do."""
     measuring(monkeypatch, [0.5] * 4, 0.0)
-    monkeypatch.setattr(costs, "num_cores", lambda: 1)
+    monkeypatch.setattr(timing, "num_cores", lambda: 1)
     monkeypatch.setattr(engine_host, "num_cores", lambda: 1)
     monkeypatch.setattr(forecast, "num_cores", lambda: 1)
     fit(2, strategy={"balance": "measured"}, max_epochs=1)
@@ -227,7 +227,7 @@ def test_micro_batches_that_cost_more_than_they_save_are_warned_of(
 ) -> None:
     measuring(monkeypatch, [0.4] * 4, 0.1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(costs, "num_cores", lambda: 6)
+    monkeypatch.setattr(timing, "num_cores", lambda: 6)
     monkeypatch.setattr(engine_host, "num_cores", lambda: 6)
     monkeypatch.setattr(forecast, "num_cores", lambda: 6)
     trainer = make_trainer(2, 4, max_epochs=1, strategy={"balance": "measured"})

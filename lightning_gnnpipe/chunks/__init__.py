@@ -2,14 +2,7 @@
 
 from lightning_gnnpipe.chunks.allocator import return_freed_memory, return_memory_at_once
 from lightning_gnnpipe.chunks.captured import CapturedChunks, SeedOf, can_capture
-from lightning_gnnpipe.chunks.costs import (
-    LayerCost,
-    StepCosts,
-    computing_with,
-    measure_costs,
-    now,
-    num_cores,
-)
+from lightning_gnnpipe.chunks.costs import LayerCost, StepCosts
 from lightning_gnnpipe.chunks.exact import ExactStep, exact_context
 from lightning_gnnpipe.chunks.inputs import BatchInputs, PassInputs, PlannedInputs
 from lightning_gnnpipe.chunks.memory import (
@@ -37,3 +30,4 @@ from lightning_gnnpipe.chunks.step_trace import (
     peak_memory_bytes,
     phases,
 )
+from lightning_gnnpipe.chunks.timing import computing_with, measure_costs, now, num_cores

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch_geometric import nn as gnn
 
 from lightning_gnnpipe.calls import classify, flatten_call
-from lightning_gnnpipe.chunks import LayerCost, StepCosts, costs
+from lightning_gnnpipe.chunks import LayerCost, StepCosts, costs, timing
 from lightning_gnnpipe.graph import plan_from_assignment
 from lightning_gnnpipe.options import RunOptions, StrategyOptions
 from lightning_gnnpipe.report import compare_times
@@ -71,7 +71,7 @@ def measure(net: nn.Module, **options: Any) -> Any:
     inputs = classify(call)
     layers = cut_module(net, call, inputs)
     plan = plan_from_assignment(edges, N, torch.arange(N) * 4 // N)
-    find = costs.measure_layers if not options else costs.measure_costs
+    find = timing.measure_layers if not options else timing.measure_costs
     cut = options.pop("cut", plan)
     return layers, find(net, layers, cut, call, inputs, HistoryOptions(), **options)
 
@@ -83,8 +83,8 @@ def test_equal_layers_are_cut_in_halves_on_a_busy_machine(
     seed: int, longest_s: float, kind: type[Net], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even where all layers are slow, so that there is no time to repeat each."""
-    monkeypatch.setattr(costs, "time", BusyClock(seed))
-    monkeypatch.setattr(costs, "_LONGEST_S", longest_s)
+    monkeypatch.setattr(timing, "time", BusyClock(seed))
+    monkeypatch.setattr(timing, "_LONGEST_S", longest_s)
     layers, found = measure(kind())
     assert found.assign_layers(layers, 2, ()) == (L // 2, L // 2)
     assert len({cost.compute_s for cost in found.layers[1:-1]}) == 1
@@ -146,18 +146,18 @@ def test_equal_layers_are_timed_four_times(
 ) -> None:
     """The others are said to save and keep the same bytes as if they had run."""
     runs: list[int] = []
-    run = costs._run
+    run = timing._run
 
-    def counted(segment: Any, *args: Any) -> Any:
+    def counted(segment: Any, *args: Any, **named: Any) -> Any:
         runs.append(segment.index)
-        return run(segment, *args)
+        return run(segment, *args, **named)
 
-    monkeypatch.setattr(costs, "_run", counted)
-    monkeypatch.setattr(costs, "_LONGEST_S", 0.0)
+    monkeypatch.setattr(timing, "_run", counted)
+    monkeypatch.setattr(timing, "_LONGEST_S", 0.0)
     net = kind()
     _, found = measure(net)
     assert len(set(runs)) == num_run
-    monkeypatch.setattr(costs, "_ENOUGH", L)
+    monkeypatch.setattr(timing, "_ENOUGH", L)
     runs.clear()
     layers, every = measure(net)
     assert len(set(runs)) == len(layers.segments)
@@ -261,7 +261,7 @@ def test_making_tables_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
         return made[-1]
 
     monkeypatch.setattr(HostCopies, "table", make)
-    monkeypatch.setattr(costs, "_LONGEST_S", 0.0)  # most layers run once
+    monkeypatch.setattr(timing, "_LONGEST_S", 0.0)  # most layers run once
     _, found = measure(Net((D,) * 4))
     assert len(made) >= 4  # of two layers and their gradients
     assert sum(cost.compute_s for cost in found.layers) < slow_s
@@ -274,9 +274,10 @@ def test_one_device_is_timed_with_a_thread_a_core_where_that_cannot_hang(
     is_fork: bool, most: float, is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Times of a busy machine are not kept."""
-    monkeypatch.setattr(costs, "_DISTURBED", most)
-    monkeypatch.setattr(costs.os, "sched_getaffinity", lambda _: {0, 3}, raising=False)
-    monkeypatch.setattr(costs, "_forks", [0] * is_fork)
+    for one in (costs, timing):
+        monkeypatch.setattr(one, "DISTURBED", most)
+    monkeypatch.setattr(timing.os, "sched_getaffinity", lambda _: {0, 3}, raising=False)
+    monkeypatch.setattr(timing, "_forks", [0] * is_fork)
     seen, net = list[int](), Net((D, D, D))
     net.last.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
     _, found = measure(net, shares_cores=True)
@@ -291,13 +292,13 @@ def test_a_number_of_large_chunks_is_compared_with_smaller_ones(
     is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else "auto" would not see what chunks cost."""
-    monkeypatch.setattr(costs, "_LARGE_WORK", 1 if is_large else 1 << 20)
-    timed, measured = list[int](), costs.measure_layers
+    monkeypatch.setattr(timing, "_LARGE_WORK", 1 if is_large else 1 << 20)
+    timed, measured = list[int](), timing.measure_layers
 
     def measure_one(module: Any, layers: Any, plan: Any, *args: Any) -> StepCosts:
         timed.append(plan.num_chunks)
         return measured(module, layers, plan, *args)
 
-    monkeypatch.setattr(costs, "measure_layers", measure_one)
+    monkeypatch.setattr(timing, "measure_layers", measure_one)
     measure(Net((D, D)), cut=8, shares_cores=False)
     assert timed == ([8, 32] if is_large else [1, 8])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_gnnpipe.chunks.costs import now
+from lightning_gnnpipe.chunks import now
 from lightning_gnnpipe.codecs import Codec
 from lightning_gnnpipe.codecs.codec import get_codec
 
