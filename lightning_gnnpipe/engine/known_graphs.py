@@ -144,6 +144,7 @@ class Histories:
             self.store = HistoryStore(plan.num_rows, plan.num_chunks, options, ends, graph.cut_frac)
         else:
             self.store = SharedStore(plan, self._transport, options, ends, graph.cut_frac)
+        self.store.copies.spare = graph.free_tables
         self.writing = MessageContext(self.store, plan, graph.reading.edges)
         self.captured: CapturedChunks | None = None  # once asked for
 

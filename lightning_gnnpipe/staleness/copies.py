@@ -34,6 +34,9 @@ class HostCopies:
     `device`: of histories; None for that of the layers. `folder`: where tables on the host are
     files; None for memory. `free`: tables in files that nobody reads: new tables take these first,
     and `give_back` adds to them. None: each table is a new file.
+
+    Attributes:
+        spare: Tables in files to delete when the disk is full.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class HostCopies:
         is_host = device is not None and device.type == "cpu"
         self._pins = is_host and torch.cuda.is_available()
         self._folder, self._free = folder, free
+        self.spare: FreeTables = {} if free is None else free
         self._lent: dict[int, Tensor] = {}  # by address, what `give_back` may take
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -71,27 +75,21 @@ class HostCopies:
             if table is not None and self._free is not None:
                 self._free.setdefault((tuple(table.shape), table.dtype), []).append(table)
 
-    @staticmethod
-    def _map(folder: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        size = torch.Size(shape).numel()
-        num_bytes = size * dtype.itemsize
+    def _map(self, folder: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            number, path = tempfile.mkstemp(prefix="table-", dir=folder)
             try:
-                os.posix_fallocate(number, 0, num_bytes)  # or a full disk would end the process
-                found = torch.from_file(path, shared=True, size=size, dtype=dtype)
-            finally:
-                os.close(number)
-                os.unlink(path)  # the file lives as long as the tensor
+                return _open(folder, shape, dtype)
+            except OSError:
+                self.spare.clear()
+                return _open(folder, shape, dtype)
         except OSError as error:
+            num_bytes = torch.Size(shape).numel() * dtype.itemsize
             raise ConfigError(
                 expected=f"a folder with room for {num_bytes / 2**30:.3g} GiB more as "
                 "'table_folder'",
                 found=f"{error.strerror}: {folder}",
                 remedy="Name a folder on a larger disk, or leave it out.",
             ) from None
-        return found.view(tuple(shape))
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Return a copy in a file; the tensor itself if tables are memory."""
@@ -133,3 +131,17 @@ class HostCopies:
         """Return a copy of `rows` on `device`, in the order of its stream."""
         found = self.buffer(rows.shape, rows.dtype, rows.device).copy_(rows)
         return found.to(device, non_blocking=True)
+
+
+def _open(folder: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a table in a new file."""
+    size = torch.Size(shape).numel()
+    folder.mkdir(parents=True, exist_ok=True)
+    number, path = tempfile.mkstemp(prefix="table-", dir=folder)
+    try:
+        os.posix_fallocate(number, 0, size * dtype.itemsize)  # or a full disk would end the process
+        found = torch.from_file(path, shared=True, size=size, dtype=dtype)
+    finally:
+        os.close(number)
+        os.unlink(path)  # the file lives as long as the tensor
+    return found.view(tuple(shape))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_gnnpipe import GNNPipeStrategy
 from lightning_gnnpipe.errors import ConfigError
-from lightning_gnnpipe.staleness import HistoryOptions
-from lightning_gnnpipe.staleness.copies import HostCopies
+from lightning_gnnpipe.staleness import HistoryOptions, copies
+from lightning_gnnpipe.staleness.copies import FreeTables, HostCopies
 from tests.engine.test_recompute import PARTITION, N, Net, graph, train
 from tests.helpers.engines import one_process_engine
 
@@ -60,13 +60,13 @@ def test_numbers_are_the_same(case: str, tmp_path: Path) -> None:
 def test_later_exact_steps_use_the_files_of_the_first(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, map_file = list[Any](), HostCopies._map
+    made, map_file = list[Any](), copies._open
 
     def count(folder: Path, *args: Any) -> Tensor:
         made.append(args)
         return map_file(folder, *args)
 
-    monkeypatch.setattr(HostCopies, "_map", staticmethod(count))
+    monkeypatch.setattr(copies, "_open", count)
     train(name, steps=(0,), table_folder=tmp_path, exact_in_chunks=True)
     num_first = len(made)
     train(name, steps=(0, 1, 2), table_folder=tmp_path, exact_in_chunks=True)
@@ -91,14 +91,14 @@ def test_two_passes_at_once_have_files_of_their_own(tmp_path: Path) -> None:
 
 
 def test_memory_is_given_back_with_the_tensor(tmp_path: Path) -> None:
-    copies = HostCopies(None, tmp_path / "new")
-    found = copies.table((N, 1024), torch.float32, torch.device("cpu"))
+    tables = HostCopies(None, tmp_path / "new")
+    found = tables.table((N, 1024), torch.float32, torch.device("cpu"))
     assert found.shape == (N, 1024)
     assert not found.any()
     assert mapped(tmp_path) == found.nbytes
     del found
     assert mapped(tmp_path) == 0
-    assert copies.table((0, 3), torch.float32, torch.device("cpu")).shape == (0, 3)
+    assert tables.table((0, 3), torch.float32, torch.device("cpu")).shape == (0, 3)
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +109,29 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError, match=f"'table_folder' .got No space left .*{tmp_path}"):
         HostCopies(None, tmp_path).table((2, 3), torch.float32, torch.device("cpu"))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_takes_the_place_of_unused_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = 0
+
+    def fill(*_: Any) -> None:
+        nonlocal made
+        made += 1
+        if mapped(tmp_path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fill)
+    free: FreeTables = {}
+    exact, histories = HostCopies(None, tmp_path, free), HostCopies(None, tmp_path)
+    exact.give_back([exact.table((2, 3), torch.float32, torch.device("cpu"))])
+    assert free
+    with pytest.raises(ConfigError, match="No space left"):
+        histories.table((4, 3), torch.float32, torch.device("cpu"))
+    histories.spare = free
+    assert histories.table((4, 3), torch.float32, torch.device("cpu")).shape == (4, 3)
+    assert not free and made == 5
 
 
 def test_layers_elsewhere_have_their_tables_on_the_host() -> None:

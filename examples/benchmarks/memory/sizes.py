@@ -1,7 +1,7 @@
 """What does a graph in a folder take, over its size? Seconds, and anonymous memory of a process.
 
 python examples/benchmarks/memory/sizes.py --folder /a/large/disk
-python examples/benchmarks/memory/sizes.py --folder /a/large/disk --nodes 100000 1000000 10000000
+python examples/benchmarks/memory/sizes.py --folder /a/large/disk --nodes 10000000 --picture
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ def main() -> None:
     add("--edges-a-node", type=int, default=10)
     add("--chunks", type=int, default=64)
     add("--memory-gib", type=float, default=8.0)
+    add("--picture", action="store_true", help="draw sizes.png of all runs in the folder")
     options = parser.parse_args()
-    rows = []
+    rows, kept = [], options.folder / "runs.json"
     for num_nodes in options.nodes:
         arrays = options.folder / f"arrays-{num_nodes}-{options.edges_a_node}"
         graph = options.folder / f"graph-{num_nodes}-{options.edges_a_node}-{options.chunks}"
@@ -48,9 +50,12 @@ def main() -> None:
         rows.append([f"{num_nodes:,}", f"{num_nodes * options.edges_a_node:,}", prepare_s])
         rows[-1] += [f"{one:.1f}" for one in (run["step_s"][0], *run["epoch_s"][1:])]
         rows[-1].append(f"{max(run['anonymous_mib']) / 1024:.2f}")
-        print(json.dumps(run), file=sys.stderr)
+        runs = json.loads(kept.read_text()) if kept.exists() else {}
+        kept.write_text(json.dumps(runs | {str(num_nodes): run}))
     names = ["nodes", "edges", "prepare s", "first step s", "epochs s", "GiB"]
     print_table(names, rows)
+    if options.picture:
+        draw(json.loads(kept.read_text()))
 
 
 def make_arrays(folder: Path, num_nodes: int, edges_a_node: int) -> None:
@@ -93,6 +98,30 @@ def train(graph: Path, tables: Path, memory_gib: float) -> dict[str, Any]:
     options |= {"graph": graph, "table_folder": tables, "memory_gib": memory_gib}
     options |= {"stages": 2, "chunks": "auto", "validate": True, "warm": 0, "steps": 3}
     return train_once(timeout_s=3600, **options)
+
+
+def draw(runs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Draw memory and seconds over the number of nodes; dashed: in proportion to it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    nodes = sorted(map(int, runs))
+    found, figure = [runs[str(one)] for one in nodes], pyplot.figure(figsize=(9, 3.5))
+    shown = {
+        "GiB of a process": [max(run["anonymous_mib"]) / 1024 for run in found],
+        "seconds of a pipelined epoch": [run["epoch_s"][-1] for run in found],
+    }
+    for number, (name, values) in enumerate(shown.items(), 1):
+        axis = figure.add_subplot(1, 2, number)
+        axis.loglog(nodes, [values[0] * one / nodes[0] for one in nodes], "--", color="0.6")
+        axis.loglog(nodes, values, marker="o", color="#0072b2")
+        axis.set_xlabel("nodes")
+        axis.set_title(name, fontsize=10)
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(Path(__file__).with_name("sizes.png"), dpi=110)
 
 
 if __name__ == "__main__":
