@@ -45,16 +45,18 @@ class FullGraphDataModule(L.LightningDataModule):
     Masks come from the graph (one column of ``[num_nodes, num_splits]`` masks) or from an OGB data
     set's split; without either they are drawn at random. A graph with a training mask may lack
     validation or test masks if no step uses them. The given graph is not changed:
-    ``datamodule.data`` is a shallow copy that shares its tensors.
+    ``datamodule.data`` is a shallow copy that shares its tensors. For a graph a loop, give
+    ``fit`` loaders, as ``DataLoader([data], batch_size=None)``.
 
     Examples:
         >>> trainer.fit(module, datamodule=FullGraphDataModule(Planetoid(root, "Cora")))
 
     Args:
         data: A ``Data``, a PyG data set of one graph, an OGB node data set, or a folder that
-            ``prepare_graph`` has written: its tensors are memory-mapped, and ``split`` is made.
+            ``prepare_graph`` has written: its tensors are memory-mapped, and its split is chosen.
         split: Column of masks that hold several splits.
-        split_fracs: Shares of train, validation and test nodes for drawn masks.
+        split_fracs: Shares of train, validation and test nodes for drawn masks; not used if the
+            graph has masks.
         seed: Seed of drawn masks; equal seeds give equal masks on every rank.
 
     Raises:
@@ -147,9 +149,9 @@ def prepare_graph(
         data: What ``FullGraphDataModule`` takes, a ``FullGraphDataModule`` with other splits, or a
             folder of arrays named like attributes of ``Data``: ``x.npy``, ``edge_index.npy``.
         folder: Is made; its parents too.
-        num_chunks: Chunks, K. Training takes the graph in as many, or in one.
+        num_chunks: Chunks, K. Leave the strategy's ``num_chunks`` at "auto", or give this K or 1.
         partition: As that of ``GNNPipeStrategy``.
-        seed: Of the partition.
+        seed: Seed of the partition.
 
     Raises:
         GraphError: The graph cannot be read, or has values other than tensors and plain ones.

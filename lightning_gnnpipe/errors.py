@@ -81,7 +81,7 @@ class CheckpointError(GNNPipeError):
 
 
 class PeerError(RuntimeError):
-    """Another rank failed, or did not answer within the timeout."""
+    """Another rank failed, or did not answer within the timeout; no `GNNPipeError`."""
 
 
 def explain(*, expected: str, found: str, remedy: str) -> str:

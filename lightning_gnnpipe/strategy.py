@@ -52,23 +52,26 @@ class GNNPipeStrategy(PipelineHooks):
     - the run: `cuda_graphs`, `self_check`, `timeout`, `start_method`, `process_group_backend`
 
     Args:
-        num_stages: Stages, S. "auto": one for each device that no other option uses.
+        num_stages: Stages, S. "auto" (default): devices / (`graph_parallel` x `data_parallel`).
+            Each stage needs at least one message-passing layer.
         graph_parallel: Shards of the graph, G. Each stage has G processes, which split every chunk
             and exchange activations of boundary nodes. With one stage this is graph parallelism.
             `gnnpipe plan` says which S and G are best for a number of devices.
         data_parallel: Replicas of the pipeline, R, for batches of graphs. They train on different
             batches and average their gradients, as in DDP. There are R x S x G processes.
-        num_chunks: Chunks of the graph, K, at most the number of nodes. With 1 nothing overlaps and
-            nothing is stale. Of a batch of many graphs: micro-batches, at most the number of graphs
-            with nodes. "auto": 1 to 16 per stage, the fewest within 5 % of the fastest by the costs
-            measured to balance stages; a resumed run keeps it. Without these costs, for batches,
-            with `recompute` and in `Trainer(deterministic=True)`: 4 per stage. On one stage: 1,
-            unless options ask for chunks, as `partition`, `recompute` or `history_dtype` do.
+        num_chunks: Chunks of the graph, K, at most the number of nodes. 1: exact, without overlap.
+            "auto" (default): several stages take the fewest of 1 to 16 per stage within 5 % of the
+            fastest, by the costs measured to balance stages; a resumed run keeps the number.
+            Without these costs, for batches, with `recompute` and in `Trainer(deterministic=True)`:
+            4 per stage. One stage takes 1, unless options ask for chunks, as `partition`,
+            `recompute` or `history_dtype` do. Of a batch of many graphs: micro-batches, at most
+            the number of graphs with nodes.
         partition: Assigns nodes to chunks: "metis", "kaminpar" (a package to install: less time
             and memory), "random", "contiguous", or an integer tensor `[num_nodes]` with the chunk
             of each node.
-        plan_folder: Keeps partitions by the content of the graph, in a folder of at most 4 GiB, so
-            that later runs on it start without METIS. Several runs may share it. None: not kept.
+        plan_folder: Keeps partitions by the content of the graph, so that later runs on it start
+            without METIS. Over 4 GiB the least recently used go. Several runs may share the folder.
+            None: not kept.
         cross_chunk_edges: "keep" is the method of the paper. "drop" trains without the edges
             between chunks, in warm-up epochs as well: nothing is stale, and only norms over all
             nodes keep histories. Validation, test and predict use all edges.
@@ -82,14 +85,16 @@ class GNNPipeStrategy(PipelineHooks):
         pipelined_module: Name of the submodule to pipeline, or of a method such as "net.encode".
             None: the smallest submodule that holds all message passing.
         balance: Assigns layers to stages: "measured" (by a few timed passes), "uniform", or the
-            number of layers of each stage.
+            number of layers of each stage, such as [20, 12].
         halo_codec: Encodes activations, and their gradients, that shards send each other in
             pipelined steps: "fp32" (unchanged), "bf16" (rounded), "int8" or "int1" (8 or 1 bits per
-            value, rounded at random without bias). A pair: activations, gradients.
+            value, rounded at random without bias). A pair: activations, gradients. Take "bf16" at 1
+            to 10 Gbit/s, "int8" at 100 Mbit/s. Needs `graph_parallel` of 2 or more.
         cut_codec: Encodes activations, and their gradients, that stages send each other in
-            pipelined steps; values as for `halo_codec`.
+            pipelined steps; values as for `halo_codec`. Needs several stages.
         async_halo: Use activations and gradients of other shards of one epoch ago, while the
-            present ones travel (PipeGCN, Sylvie-A).
+            present ones travel (PipeGCN, Sylvie-A). `BoundedStaleness` makes some epochs
+            synchronous. Needs `graph_parallel` of 2 or more.
         repeat_encoder: Let stages compute again what an encoder makes of the batch node by node,
             such as GCNII's X_0, instead of receiving it. True: wherever that is possible. "auto":
             where it sends fewer bytes and uses at most 128 weights for each byte of a node's value.
@@ -98,15 +103,17 @@ class GNNPipeStrategy(PipelineHooks):
             gradients, as under DDP. "staged": a rank holds and updates the weights of its own
             stage, all other weights are empty there, and no gradients travel: for wide layers on
             small graphs. See `gathered`.
-        recompute: Recompute activations in backward instead of keeping them: less memory, more
-            time, the same numbers, dropout included.
-        history_dtype: Dtype of histories, such as `torch.bfloat16`. None: as computed.
-        history_device: Device of histories, such as "cpu" when GPU memory is short. None: where the
-            layers compute.
+        recompute: Recompute activations in backward instead of keeping them: less memory, one more
+            forward pass, the same numbers, dropout included.
+        history_dtype: Dtype of histories. `torch.bfloat16` halves them and rounds what is read.
+            None: as computed.
+        history_device: Device of histories, such as "cpu" when GPU memory is short: every read is a
+            transfer then. None: where the layers compute. Not with `graph_parallel`.
         table_folder: Keeps histories and their gradients, matrices of the edges, and with
             `exact_in_chunks` the inputs of layers, in memory-mapped files in this folder. The
             system writes them out when memory is short; the numbers stay the same. The files vanish
-            with the run. None: in memory.
+            with the run. It takes 1.1 to 1.5 times the time. None: in memory. Not with
+            `graph_parallel`.
         cuda_graphs: Replay a chunk's forward, and its backward, by one launch each (CUDA graphs):
             for many chunks of small layers. Not tested on a GPU yet. Steps that a StalenessMonitor
             records run without.
@@ -116,11 +123,11 @@ class GNNPipeStrategy(PipelineHooks):
             training steps are exact then. Graphs that the chunks do not fit are evaluated at once.
         memory_gib: GiB that a process may take, beside Python and its libraries. Fit predicts its
             peak and, until it fits, chooses num_chunks, recompute, history_dtype="bfloat16" and
-            exact_in_chunks, unless they are given; it refuses what would not fit. Not for shards,
-            nor for batches of graphs.
+            exact_in_chunks, unless they are given; it refuses what would not fit. None (default):
+            no limit. Not for batches of graphs; for shards `plan` checks it and chooses nothing.
         self_check: Compare the module in chunks with the whole module on a small graph before
             training, forward and backward, and refuse it where they differ.
-        timeout: Longest wait for another rank before the run ends.
+        timeout: Longest wait for another rank before the run ends, a `timedelta`.
         start_method: "popen" (runs the script again; forks in notebooks) or "fork".
         process_group_backend: Backend of torch.distributed. None: the device's default.
         accelerator: This and all that follow are Lightning's; the Trainer's arguments set them.
@@ -212,7 +219,11 @@ class GNNPipeStrategy(PipelineHooks):
         return self.engine.last_step.stats()
 
     def collect_staleness(self) -> dict[int, Staleness]:
-        """Return the stale reads of the last training step, by layer; call on every rank."""
+        """Return the stale reads of the last training step, by layer from 0; call on every rank.
+
+        For a step that a `StalenessMonitor` has recorded, or that ran after
+        `controls.records_staleness = True`.
+        """
         return self.engine.last_step.staleness()
 
     @contextmanager
@@ -246,12 +257,13 @@ class GNNPipeStrategy(PipelineHooks):
             module: Its ``training_step`` runs up to its call of the pipelined module.
             data: A graph, a data set of one, a data module, or a loader.
             num_stages: Stages, S; 2 if ``num_devices`` is not given either.
-            num_shards: Shards, G; None for the strategy's ``graph_parallel``.
+            num_shards: Shards, G, of each stage; None for the strategy's ``graph_parallel``. Not
+                with ``num_devices``.
             num_devices: Devices to assign to stages and shards, instead of ``num_stages``.
             link_gbit_per_s: Gbit/s between machines, each way. None: all devices are in this
                 machine, with 10 Gbit/s, on CPUs 1 between shards, and share its cores.
-            message_us: Microseconds of a message of any size; None for gloo's while all cores
-                compute.
+            message_us: Microseconds of a message of any size; None for 1,400, gloo's while all
+                cores compute.
             memory_gib: Memory of a device, in GiB, that a layout must fit into; None for the
                 strategy's.
 

@@ -389,6 +389,7 @@ def test_options_of_the_strategy_count() -> None:
         ({}, {"message_us": 0.0}, "'message_us' to be positive"),
         ({}, {"num_devices": 0}, "'num_devices' to be positive"),
         ({}, {"num_devices": 4, "num_stages": 2}, "either 'num_stages' or 'num_devices'"),
+        ({}, {"num_devices": 4, "num_shards": 2}, "either 'num_shards' or 'num_devices'"),
         ({}, {"num_stages": 7}, "7 stages and 6 layers"),
     ],
 )

@@ -15,9 +15,10 @@ _MIB = 2**20
 
 
 class StalenessMonitor(PipeCallback):
-    """Logs how stale the reads of an epoch were.
+    """Logs how stale the reads of an epoch's last training step were.
 
-    Keys: `history/stale_frac` (share of neighbours read from an earlier epoch),
+    Keys: `history/stale_frac` (stale share of the embeddings read from other chunks: about a half,
+    0 in exact epochs),
     `history/age_epochs` (their mean age), `history/drift` and `history/drift/layer_<i>`
     (|H_stale - H_fresh| / |H_fresh| over the embeddings that the epoch rewrote, dropout included).
     The drift costs one more read of every history.

@@ -51,7 +51,8 @@ class StalenessWarmup(PipeCallback):
     exact.
 
     Args:
-        num_epochs: Exact epochs, counted from epoch 0.
+        num_epochs: Exact epochs, counted from epoch 0. Take 5, or more for deeper networks; with
+            one graph 0 and 1 change nothing.
 
     Raises:
         ConfigError: If `num_epochs` is negative or not an integer.
@@ -80,7 +81,8 @@ class BoundedStaleness(PipeCallback):
     Source: Sylvie (arXiv 2303.01277), Bounded Staleness Adaptor.
 
     Args:
-        sync_every_n_epochs: Epochs from one synchronous epoch to the next.
+        sync_every_n_epochs: Epochs n - 1, 2n - 1, ... are synchronous. Each takes as long as
+            without `async_halo`.
 
     Raises:
         ConfigError: If `sync_every_n_epochs` is not an integer of at least 1, or, once it is used,
@@ -124,7 +126,8 @@ class EmbeddingRefresh(PipeCallback):
     Source: GNNPipe (arXiv 2308.10087), technique 2, for "snapshot"; the paper's n is 23.
 
     Args:
-        every_n_epochs: Epochs from one refresh to the next.
+        every_n_epochs: Epochs from one refresh to the next. Take 1 with a validation after every
+            epoch. With norms over all nodes leave the callback out. Epoch 0 needs none.
         how: "exact" or "snapshot".
 
     Raises:

@@ -41,7 +41,8 @@ class PipelineStats:
         is_exact: Whether the step read nothing stale.
         bytes_by_kind: Payload bytes received, summed over ranks. `forward` and `backward`
             together are 2 (S-1) N D b for each tensor that crosses a cut, `output` is (S-1) N C b,
-            and `weight_grad` (S-1) W, with one number more for each weight.
+            and `weight_grad` (S-1) W, with one number more for each weight. D: its channels, C:
+            outputs of a node, b: bytes of a number, W: bytes of all weights.
         bubble_frac: Share of both phases in which ranks did not compute: mean of `wait_s` divided
             by the length of both phases.
         wait_s: Seconds of the forward and backward phase in which each rank did not compute:

@@ -258,7 +258,7 @@ class _Runs:
         return np.min(runs, axis=0)  # load from other processes only adds time
 
     def costs(self, scale: float) -> list[LayerCost]:
-        """Return the costs of all layers, `scale` times those of the chunk."""
+        """Return the costs of all layers, `scale` times the chunk's."""
         found = np.array(self._times) * scale
         for form in set(self._forms):
             same = [i for i, one in enumerate(self._forms) if one == form]

@@ -62,8 +62,9 @@ class LayoutWork:
         num_chunks: Chunks, K.
         compute_s: For each stage, seconds of computing all chunks, forward and backward.
         halo_bytes: For each stage, bytes exchanged between shards, in both phases.
-        num_messages: For each stage, the messages of them.
+        num_messages: For each stage, the messages of these exchanges.
         cut_bytes: For each of S - 1 cuts, bytes sent, in both phases.
+        link: Speed of the links.
         weight_bytes: Bytes of gradients of weights over the busiest link.
         output_bytes: Bytes of the outputs of all nodes.
         num_rounds: Rounds of sending them to all ranks.
@@ -132,7 +133,7 @@ def pipeline_bytes(
     weight_bytes: int,
     tied_bytes: int = 0,
 ) -> int:
-    """Return the bytes of a step: `2 N sum(row_bytes) + (S - 1) (N output_row_bytes + |W|)`.
+    """Return bytes of a step: `2 N sum(row_bytes) + (S - 1) (N output_row_bytes + |W| + tied)`.
 
     Each row crosses each cut, its gradient returns, and the last stage sends the outputs to all
     other stages, as each stage does with the gradients of its weights. `row_bytes`: for each of the
@@ -156,7 +157,7 @@ def graph_parallel_bytes(
 
     Each layer sends each row to the shards with a replica and gets its gradient back; a ring
     all-reduce of the weights follows. `replicas_per_node` (alpha): mean number of other shards with
-    a copy of a node.
+    a copy of a node. `row_bytes`: of one node's row in one layer. `weight_bytes`: of all weights.
     """
     num_replicas = round(replicas_per_node * num_nodes)
     return 2 * num_layers * num_replicas * row_bytes + 2 * (num_shards - 1) * weight_bytes

@@ -68,12 +68,13 @@ def plan_pipeline(
     if num_devices is None:
         asked = 2 if num_stages is None else num_stages, num_shards or options.graph_parallel
         num_devices = asked[0] * asked[1]
-    elif num_stages is not None:
-        raise ConfigError(
-            expected="either 'num_stages' or 'num_devices'",
-            found=f"both, {num_stages} and {num_devices}",
-            remedy="Leave out num_stages: with num_devices, the plan chooses it.",
-        )
+    for name, value in (("num_stages", num_stages), ("num_shards", num_shards)):
+        if asked is None and value is not None:
+            raise ConfigError(
+                expected=f"either '{name}' or 'num_devices'",
+                found=f"both, {value} and {num_devices}",
+                remedy=f"Leave out {name}: with num_devices, the plan chooses it.",
+            )
     with as_written(module):
         found = find_pipelined(module, options.pipelined_module)
     _, pipelined, method = found

@@ -30,7 +30,8 @@ class StageForecast:
         num_layers: Message-passing layers.
         num_parameters: Entries of its weights, shared ones included.
         compute_s: Seconds, forward and backward, of all its shards, repeated layers included.
-        memory_bytes: Of its largest shard, at its peak; see `chunks.memory`.
+        memory_bytes: Of its largest shard, at its peak: graph, weights and optimizer states,
+            activations, histories. Python and its libraries are not counted.
     """
 
     first_layer: int
@@ -54,8 +55,8 @@ class LayoutForecast:
         step_bytes: Bytes sent in a step, without statistics of norms.
         bytes_by_weights: `step_bytes` with each value of the strategy's `weights`.
         memory_bytes: Of the largest rank, at its peak.
-        fits: Whether `memory_bytes` is within the limit.
-        saved: Options chosen to fit into it.
+        fits: Whether `memory_bytes` is within the limit; True without one.
+        saved: Options chosen so that it fits, such as `recompute`.
     """
 
     stages: tuple[StageForecast, ...]
@@ -111,8 +112,8 @@ class PipelinePlan:
         halo_rows: Nodes of other chunks that each chunk reads.
         edge_cut_frac: Share of the edges between two chunks, dropped or not.
         link: Link speed, and seconds of a message of any size, that are assumed.
-        chunk_times: Seconds of computing a step on several stages, of all shards together, by
-            number of chunks; the plan's first.
+        chunk_times: By number of chunks, seconds of computing a step on several stages, of all
+            shards together. The first is the plan's own number.
         by_all_cores: Seconds of a step on one device with one chunk and a thread a core; 0 if the
             layouts have such threads, or it was not measured.
     """

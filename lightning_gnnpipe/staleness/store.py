@@ -604,8 +604,8 @@ class Staleness:
     """Sums over the reads of one history in one step.
 
     Attributes:
-        rows: Number of halo rows read.
-        stale_rows: Number of halo rows read that were written in an earlier step.
+        rows: Number of embeddings read of nodes in other chunks.
+        stale_rows: Number of these that were written in an earlier step.
         age_sum: Sum of the ages of the stale rows, in steps.
         drift_sq: Squared Frobenius norm of fresh minus stale values, over all overwritten rows.
         norm_sq: Squared Frobenius norm of the fresh values.
