@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from lightning_gnnpipe.passing import EdgeBytes
 from lightning_gnnpipe.stages import Layers, Stage, repeat_costs, solve_balance
 
 DISTURBED = 3.0  # times; caches save less
+_OF_GCN = EdgeBytes(20, 16, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class StepCosts:
 
     They are measured in `num_chunks` chunks. `is_disturbed`: no idle machine takes such times.
     `by_all_cores`: of layers on one chunk with a thread a core; empty if not measured. `taken_s`:
-    seconds that a stage spends on receiving a chunk.
+    seconds that a stage spends on receiving a chunk. `edges`: by default GCN's.
     """
 
     layers: tuple[LayerCost, ...]
@@ -80,6 +82,7 @@ class StepCosts:
     is_disturbed: bool = False
     by_all_cores: tuple[LayerCost, ...] = ()
     taken_s: float = 0.0
+    edges: EdgeBytes = _OF_GCN
 
     @property
     def compute_s(self) -> float:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_gnnpipe.chunks.costs import InputSizes, LayerCost, StepCosts
+from lightning_gnnpipe.chunks.costs import LayerCost, StepCosts
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.options import RunOptions, StrategyOptions
 from lightning_gnnpipe.stages import Layers, Stage, find_users, split_layers
@@ -29,7 +29,7 @@ GIB = 2**30
 _TRAINED = 4  # a weight, its gradient, two optimizer states
 _OUTPUTS = 4  # the outputs, their gradient, and as much again in the loss
 _RUNNING, _FORWARD = 3, 2  # times what a layer saves: lives while it runs, and in forward alone
-_PLAN, _MATRIX, _ENDS = 24, 26, 16  # bytes of an edge; both its ends are kept in several places
+_PLAN, _ENDS = 24, 16  # bytes of an edge; both its ends are kept in several places
 _CUTTING, _MAKING = 100, 60  # while the graph is cut, or its matrices alone are made
 _SPARE = 1.05  # what the allocator loses, and the user's step keeps
 
@@ -86,7 +86,7 @@ def predict_peaks(
         pipelined = (tables + kept + of_chunk) * is_piped
         held = 1.0 * _TRAINED * weight + bytes_of([*stage.received, *stage.sent])
         held += _OUTPUTS * bytes_of(stages[-1].sent)
-        held += edge_bytes(options, sizes, is_cut, node_frac) * sizes.num_edges
+        held += edge_bytes(options, costs, is_cut, node_frac) * sizes.num_edges
         held += sizes.given_bytes
         cutting = sizes.given_bytes + (_MAKING if sizes.is_mapped else _CUTTING) * sizes.num_edges
         if not sizes.is_mapped:
@@ -96,11 +96,12 @@ def predict_peaks(
 
 
 def edge_bytes(
-    options: StrategyOptions, sizes: InputSizes, is_cut: bool, node_frac: float = 1.0
+    options: StrategyOptions, costs: StepCosts, is_cut: bool, node_frac: float = 1.0
 ) -> float:
     """Return the bytes of an edge: in the plan, in matrices, and in the layers' own edges."""
+    sizes, edges = costs.sizes, costs.edges
     num_copies = 1 + (is_cut and not options.exact_in_chunks)  # of the chunks, of the whole
-    in_matrices = node_frac * (_MATRIX + _ENDS * num_copies)
+    in_matrices = node_frac * (edges.matrices + edges.ends * num_copies + edges.results * is_cut)
     in_plan = _PLAN + _ENDS * is_cut
     are_files = sizes.is_on_host and options.table_folder is not None
     return in_plan * (not sizes.is_mapped) + in_matrices * (not are_files)

@@ -200,7 +200,10 @@ def measure_layers(
                 del values[name]
     costs = runs.costs(sum(one.work for one in chunks) / max(chunk.work, 1))
     again = dict(zip(layers.repeatable, costs[len(layers.segments) :], strict=True))
-    return StepCosts(tuple(costs[: len(layers.segments)]), again, plan.num_chunks)
+    found = StepCosts(tuple(costs[: len(layers.segments)]), again, plan.num_chunks)
+    if isinstance(context, MessageContext):
+        found = replace(found, edges=context.edges.bytes_of(chunk))
+    return found
 
 
 class _Runs:

@@ -18,7 +18,7 @@ from lightning_gnnpipe.passing.context import (
     replace_attributes,
     replaces,
 )
-from lightning_gnnpipe.passing.edges import GraphEdges
+from lightning_gnnpipe.passing.edges import EdgeBytes, GraphEdges
 from lightning_gnnpipe.passing.matrix import (
     ChunkMatrix,
     Entries,

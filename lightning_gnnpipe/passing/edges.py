@@ -30,6 +30,23 @@ class WholeEdges:
     values: Tensor | None
     adjacencies: dict[bool, Adjacency] = field(default_factory=dict)  # by `is_mean`
 
+    @property
+    def num_bytes(self) -> int:
+        own = 0 if self.values is None or self.values is self.source else self.values.nbytes
+        made = sum(one.num_bytes for one in self.adjacencies.values())
+        return own + made + self.pattern.num_bytes
+
+
+class EdgeBytes(NamedTuple):
+    """Bytes that layers keep of an edge: in matrices, and in own edges of chunks.
+
+    `ends`: also on the whole graph, for exact passes on all nodes. `results`: on chunks alone.
+    """
+
+    matrices: float
+    ends: float
+    results: float
+
 
 class Part(NamedTuple):
     """A chunk's part of a function of the edges, which was called with `weight`."""
@@ -116,6 +133,18 @@ class GraphEdges:
             made = LocalEdges(*key, plan, chunk, plan.globe.whole.chunks[0])
             self._local[key] = self.by_tensor[id(chunk.edge_index)] = made
         return self._local[key]
+
+    def bytes_of(self, chunk: Chunk) -> EdgeBytes:
+        """Return what layers keep of an edge, by what they have kept of the edges of `chunk`."""
+        place = WHOLE if chunk.is_whole else chunk.index
+        local = [one for one in self._local.values() if one.place == place]
+        parts = [part.edges for one in local for part in one.parts.values()]
+        found = [made for one in local for _, made in one.results.values()]
+        results = [made for one in found for made, _ in one.values()]
+        matrices = sum(one.num_bytes for one in self._known.values())
+        num_edges = max(chunk.edge_index.size(1), 1)
+        ends, more = (sum(one.nbytes for one in kept) / num_edges for kept in (parts, results))
+        return EdgeBytes(matrices / max(self.plan.num_edges, 1), ends, more)
 
     def part(
         self,

@@ -52,6 +52,12 @@ class Pattern:
         self.sources, self.starts = keep(source.to(dtype)), starts_of(target, num_nodes).to(dtype)
         self.chunk_of_row, self.keep = chunk_of_row, keep
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what has a value an edge."""
+        made = (vars(self).get(name) for name in ("sources", "order", "targets_by_source"))
+        return sum(one.nbytes for one in made if one is not None)
+
     @cached_property
     def order(self) -> Tensor:
         return self.keep(self.sources.argsort(stable=True).to(self.sources.dtype))
@@ -92,6 +98,12 @@ class Adjacency:
         self._parts: dict[_Key, SparseRows] = {}
         self._sums: dict[_Key, tuple[int, Tensor | None, Chunk]] = {}  # see `drift_sums`
         self._masked: tuple[object, SparseRows] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of values that are not the graph's own."""
+        made = (one for one in self._typed.values() if one is not self._values)
+        return sum(one.nbytes for one in made if one is not None)
 
     def rows(self, chunk: Chunk, dtype: torch.dtype) -> SparseRows:
         """Return the chunk's rows: the edges that end in it, columns are their sources."""

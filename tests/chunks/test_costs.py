@@ -302,3 +302,18 @@ def test_a_number_of_large_chunks_is_compared_with_smaller_ones(
     monkeypatch.setattr(timing, "measure_layers", measure_one)
     measure(Net((D, D)), cut=8, shares_cores=False)
     assert timed == ([8, 32] if is_large else [1, 8])
+
+
+@pytest.mark.parametrize(
+    ("conv", "expected"),
+    [  # in 4 chunks; a self-loop for each 4 edges
+        (gnn.GCNConv, (5 * 4 * 1.25, 2 * 8 * 1.25, 0)),
+        (gnn.SAGEConv, (5 * 4, 0, 0)),
+        (gnn.GATConv, (0, 0, 2 * 8 * (1 + 1.25))),
+    ],
+)
+def test_edges_take_what_the_layers_keep_of_them(conv: Any, expected: tuple[float, ...]) -> None:
+    net = Net((D, D))
+    net.convs = nn.ModuleList([conv(D, D)])
+    _, found = measure(net)
+    assert found.edges == pytest.approx(expected, rel=0.06)
