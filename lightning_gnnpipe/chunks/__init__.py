@@ -30,4 +30,11 @@ from lightning_gnnpipe.chunks.step_trace import (
     peak_memory_bytes,
     phases,
 )
-from lightning_gnnpipe.chunks.timing import computing_with, measure_costs, now, num_cores
+from lightning_gnnpipe.chunks.timing import (
+    DIVIDED_CORES,
+    computing_with,
+    measure_costs,
+    now,
+    num_cores,
+    threads_of_stage,
+)

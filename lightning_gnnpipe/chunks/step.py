@@ -62,6 +62,7 @@ class PassSpec:
         captured: Runs chunks as CUDA graphs, if asked for.
         saves_memory: Whether memory that chunks have freed goes back to the system.
         by_layer: Whether all chunks run a layer before any runs the next; see `ExactStep`.
+        num_threads: Threads to compute with; None: as they are.
     """
 
     stage: Stage
@@ -78,6 +79,7 @@ class PassSpec:
     saves_memory: bool = False
     captured: CapturedChunks | None = None
     by_layer: bool = False
+    num_threads: int | None = None
 
 
 class Step:

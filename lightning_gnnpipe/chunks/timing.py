@@ -48,6 +48,8 @@ from lightning_gnnpipe.staleness import (
     StepOrder,
 )
 
+DIVIDED_CORES = "GNNPIPE_DIVIDED_CORES"
+"""In the environment: no user has set the number of threads; processes have an equal share."""
 _FLOAT = re.compile(r"\d+(\.\d+(e-?\d+)?|e-?\d+)")
 _MOST_RUNS = 5
 _TAKEN_S = 0.7e-3  # by gloo, between two processes that compute
@@ -136,11 +138,21 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
+def threads_of_stage(num_ranks: int) -> int | None:
+    """Return the threads of a rank while one stage, of `num_ranks` ranks, computes alone.
+
+    None: as they are. The package must have divided the cores itself, see `DIVIDED_CORES`.
+    """
+    number = num_cores() // num_ranks
+    is_free = DIVIDED_CORES in os.environ and not _forks
+    return number if is_free and number > torch.get_num_threads() else None
+
+
 @contextmanager
-def computing_with(num_threads: int) -> Iterator[None]:
-    """Compute with so many threads."""
+def computing_with(num_threads: int | None) -> Iterator[None]:
+    """Compute with so many threads; None: as they are."""
     before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(num_threads or before)
     try:
         yield
     finally:

@@ -28,10 +28,12 @@ from lightning_gnnpipe.chunks import (
     Step,
     StepCosts,
     can_capture,
+    computing_with,
     exact_context,
     measure_costs,
     own_random_stream,
     return_freed_memory,
+    threads_of_stage,
 )
 from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.comm import Transport
@@ -195,7 +197,12 @@ class Passes:
             copies = HostCopies(None, self._options.given.histories.folder, graph.free_tables)
             context = exact_context(plan, context, copies)
         spec = self._spec(mode, plan, order, inputs, context, is_exact, is_training)
-        return replace(spec, by_layer=True, recompute=True) if by_layer else spec
+        spec = replace(spec, by_layer=True, recompute=True) if by_layer else spec
+        world, mesh = self._transport.world, self._transport.mesh
+        if (by_layer or plan.num_chunks == 1) and world.device.type == "cpu":  # stages take turns
+            at_once = mesh.num_shards * world.num_replicas
+            spec = replace(spec, num_threads=threads_of_stage(at_once))
+        return spec
 
     def over_batch(
         self, mode: Mode, call: Call, inputs: Inputs, *, is_exact: bool, is_training: bool
@@ -240,6 +247,7 @@ class Passes:
             self._transport.meter.paused(),
             intercept(self._model.intercepted, spec.context),
             own_random_stream(self._transport.world.device) as has_drawn,
+            computing_with(spec.num_threads),
             torch.no_grad(),
         ):
             return (ExactStep if spec.by_layer else Step)(spec).forward(), has_drawn()

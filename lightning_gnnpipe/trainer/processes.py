@@ -34,6 +34,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_gnnpipe._compat_torch import set_group_timeout
+from lightning_gnnpipe.chunks import DIVIDED_CORES
 from lightning_gnnpipe.comm import (
     GPU_BACKEND,
     Collectives,
@@ -307,6 +308,8 @@ class ScriptLauncher(_compat.SubprocessScriptLauncher):
 
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         trainer.strategy.check_start(trainer, args)
+        if "OMP_NUM_THREADS" not in os.environ:
+            os.environ[DIVIDED_CORES] = "1"
         _compat.divide_threads(self.num_processes)  # before it starts processes, which inherit it
         return super().launch(function, *args, trainer=trainer, **kwargs)
 

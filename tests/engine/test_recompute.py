@@ -11,6 +11,7 @@ import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
+from lightning_gnnpipe.chunks import timing
 from lightning_gnnpipe.models import GCNII
 from lightning_gnnpipe.staleness import StalenessMethod
 from tests.helpers.device import DEVICE
@@ -178,3 +179,32 @@ def test_fewer_tensors_are_kept_between_forward_and_backward(is_exact: bool) -> 
         return kept
 
     assert count(recompute=True) < count(recompute=False) / 3
+
+
+@pytest.mark.parametrize("options", [{}, {"exact_in_chunks": True, "num_stages": 2}])
+@pytest.mark.parametrize("is_divided", [True, False])
+def test_stages_that_take_turns_use_all_cores(
+    options: dict[str, Any], is_divided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the user has set the number of threads."""
+    monkeypatch.setattr(timing, "num_cores", lambda: 3)
+    if is_divided:
+        monkeypatch.setenv(timing.DIVIDED_CORES, "1")
+    seen = list[int]()
+
+    class Noting(gnn.GCNConv):
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            found: Tensor = super().forward(x, edge_index)
+            seen.append(torch.get_num_threads())
+            if found.requires_grad:
+                found.register_hook(lambda _: seen.append(torch.get_num_threads()))
+            return found
+
+    net = Two(Noting).double()
+    engine = one_process_engine(net, partition=PARTITION, self_check=False, **options)
+    for step in range(2):
+        seen.clear()
+        engine.set_step(step_index=step)
+        engine.forward(graph(), {}).sum().backward()
+        assert seen[-4:] == [3 if is_divided and step == 0 else 1] * 4  # tracing comes before
+        assert torch.get_num_threads() == 1
