@@ -129,7 +129,7 @@ class StrategyOptions:
                 _refuse(
                     f"'{name}' to be between 1 and the number of {most}, or 'auto'",
                     repr(value),
-                    f"Use {name}='auto', the default.",
+                    f"Write a whole number, such as {name}=8, or leave it out.",
                 )
         for name, remedy in (
             (

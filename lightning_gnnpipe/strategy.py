@@ -104,7 +104,8 @@ class GNNPipeStrategy(PipelineHooks):
             stage, all other weights are empty there, and no gradients travel: for wide layers on
             small graphs. See `gathered`.
         recompute: Recompute activations in backward instead of keeping them: less memory, one more
-            forward pass, the same numbers, dropout included.
+            forward pass, the same numbers, dropout included. Of several chunks, exact steps then
+            set the peak: see `exact_in_chunks`.
         history_dtype: Dtype of histories. `torch.bfloat16` halves them and rounds what is read.
             None: as computed.
         history_device: Device of histories, such as "cpu" when GPU memory is short: every read is a

@@ -204,7 +204,7 @@ class PipelinePlan:
                 mark, shown = "* " if is_beaten else "  ", f"{self.by_all_cores:.3f}"
                 rows.append((mark + "the same, a thread a core", shown, "0", "0.0%", memory))
         return [
-            f"A training step without loss and optimizer, with links of {self.link}:",
+            f"A training step without loss, optimizer and validation, with links of {self.link}:",
             *align(rows, left=0),
         ]
 
