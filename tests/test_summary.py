@@ -137,6 +137,18 @@ def test_one_device_with_all_cores_is_compared_as_well(
     assert ("So one device may be as fast." in shown) != is_warned
 
 
+@pytest.mark.parametrize("threads", [5, None])
+def test_stages_that_take_turns_have_the_time_of_all_cores(
+    threads: int | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    measuring(monkeypatch, [60e-3] * 4, 0.0, 0.12)
+    monkeypatch.setattr(engine_host, "threads_of_stage", lambda _: threads)
+    fit(2, num_chunks=1, strategy={"balance": "measured"}, max_epochs=1)
+    shown = capfd.readouterr().out
+    assert ("Expected for a step: 0.120 s in these stages" in shown) == (threads is not None)
+    assert "1 chunk. Expected for a step: 0." in shown
+
+
 def test_processes_that_share_cores_take_longer(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

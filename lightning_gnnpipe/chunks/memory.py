@@ -29,7 +29,7 @@ GIB = 2**30
 _TRAINED = 4  # a weight, its gradient, two optimizer states
 _OUTPUTS = 4  # the outputs, their gradient, and as much again in the loss
 _RUNNING, _FORWARD = 3, 2  # times what a layer saves: lives while it runs, and in forward alone
-_PLAN, _ENDS = 24, 16  # bytes of an edge; both its ends are kept in several places
+_PLAN, _ENDS, _VALUE = 24, 16, 4  # bytes of an edge
 _CUTTING, _MAKING = 100, 60  # while the graph is cut, or its matrices alone are made
 _SPARE = 1.05  # what the allocator loses, and the user's step keeps
 
@@ -101,10 +101,13 @@ def edge_bytes(
     """Return the bytes of an edge: in the plan, in matrices, and in the layers' own edges."""
     sizes, edges = costs.sizes, costs.edges
     num_copies = 1 + (is_cut and not options.exact_in_chunks)  # of the chunks, of the whole
-    in_matrices = node_frac * (edges.matrices + edges.ends * num_copies + edges.results * is_cut)
+    in_matrices = edges.matrices + edges.ends * num_copies + edges.results * is_cut
+    if edges.matrices and is_cut:  # values of other scale and dtype, indices within chunks
+        in_matrices += _VALUE * (1 + (options.histories.dtype is torch.bfloat16))
+        in_matrices += 2 * _VALUE * (options.cross_chunk_edges == "drop")
     in_plan = _PLAN + _ENDS * is_cut
     are_files = sizes.is_on_host and options.table_folder is not None
-    return in_plan * (not sizes.is_mapped) + in_matrices * (not are_files)
+    return in_plan * (not sizes.is_mapped) + node_frac * in_matrices * (not are_files)
 
 
 def _table_bytes(cost: LayerCost, options: StrategyOptions) -> float:

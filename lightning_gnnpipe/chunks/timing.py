@@ -49,7 +49,7 @@ from lightning_gnnpipe.staleness import (
 )
 
 DIVIDED_CORES = "GNNPIPE_DIVIDED_CORES"
-"""In the environment: no user has set the number of threads; processes have an equal share."""
+"""In the environment: a process's equal share of threads, if no user has set their number."""
 _FLOAT = re.compile(r"\d+(\.\d+(e-?\d+)?|e-?\d+)")
 _MOST_RUNS = 5
 _TAKEN_S = 0.7e-3  # by gloo, between two processes that compute
@@ -143,16 +143,20 @@ def threads_of_stage(num_ranks: int) -> int | None:
 
     None: as they are. The package must have divided the cores itself, see `DIVIDED_CORES`.
     """
-    number = num_cores() // num_ranks
-    is_free = DIVIDED_CORES in os.environ and not _forks
-    return number if is_free and number > torch.get_num_threads() else None
+    number, own = num_cores() // num_ranks, torch.get_num_threads()
+    shares = (os.environ.get(name) for name in (DIVIDED_CORES, "OMP_NUM_THREADS"))
+    is_free = all(share == str(own) for share in shares) and not _forks
+    return number if is_free and number > own else None
 
 
 @contextmanager
 def computing_with(num_threads: int | None) -> Iterator[None]:
     """Compute with so many threads; None: as they are."""
+    if num_threads is None:
+        yield
+        return
     before = torch.get_num_threads()
-    torch.set_num_threads(num_threads or before)
+    torch.set_num_threads(num_threads)
     try:
         yield
     finally:

@@ -76,9 +76,10 @@ class PlannedGraph:
         self.plan, self.is_complete, self.cut_frac = plan, is_complete, cut_frac
         self.inputs = PlannedInputs(plan)
         store = None if plan.shard is None else SharedStore(plan, transport, keeps_rows=False)
-        edges = GraphEdges(plan, HostCopies(None, folder).keep)
-        self.reading = MessageContext(store, plan, edges)
         self.free_tables: FreeTables = {}
+        copies = HostCopies(None, folder)
+        copies.spare = self.free_tables
+        self.reading = MessageContext(store, plan, GraphEdges(plan, copies.keep))
 
 
 class Histories:

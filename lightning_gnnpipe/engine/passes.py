@@ -198,10 +198,9 @@ class Passes:
             context = exact_context(plan, context, copies)
         spec = self._spec(mode, plan, order, inputs, context, is_exact, is_training)
         spec = replace(spec, by_layer=True, recompute=True) if by_layer else spec
-        world, mesh = self._transport.world, self._transport.mesh
-        if (by_layer or plan.num_chunks == 1) and world.device.type == "cpu":  # stages take turns
-            at_once = mesh.num_shards * world.num_replicas
-            spec = replace(spec, num_threads=threads_of_stage(at_once))
+        is_on_host = self._transport.world.device.type == "cpu"
+        if is_on_host and (by_layer or plan.num_chunks == 1):  # stages take turns
+            spec = replace(spec, num_threads=threads_of_stage(self._transport.mesh.num_shards))
         return spec
 
     def over_batch(

@@ -10,6 +10,7 @@ done at once.
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -79,7 +80,9 @@ class HostCopies:
         try:
             try:
                 return _open(folder, shape, dtype)
-            except OSError:
+            except OSError as error:
+                if not self.spare or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
                 self.spare.clear()
                 return _open(folder, shape, dtype)
         except OSError as error:

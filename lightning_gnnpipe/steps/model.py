@@ -401,19 +401,16 @@ class PipelinedModel:
         if counts is not None and not fits:
             return counts
 
-        def time_layers() -> StepCosts:
-            norms = self.intercepted.batch_norms.values() if inputs.graphs is not None else ()
-            with ExitStack() as stack:
-                if mode.is_training != self.module.training:
-                    stack.enter_context(switched(self.module, mode.is_training))
-                for norm in norms:  # a micro-batch may have one graph
-                    stack.enter_context(replace_attributes(norm, {"training": False}))
-                return measure(layers)
-
         def by_costs() -> tuple[tuple[int, ...], dict[str, Any], int | None, str]:
             if self.costs is None:
                 self.say("Timing its layers ...")
-                self.costs = time_layers()
+                norms = self.intercepted.batch_norms.values() if inputs.graphs is not None else ()
+                with ExitStack() as stack:
+                    if mode.is_training != self.module.training:
+                        stack.enter_context(switched(self.module, mode.is_training))
+                    for norm in norms:  # a micro-batch may have one graph
+                        stack.enter_context(replace_attributes(norm, {"training": False}))
+                    self.costs = measure(layers)
             costs = self.costs
             repeated = self._repeated(layers, inputs)
             found = counts or costs.assign_layers(layers, num_stages, repeated)
@@ -434,8 +431,6 @@ class PipelinedModel:
         found, saved, run.chosen, run.memory = settled
         run.given = replace(run.given, **saved)
         run.open(run.stored)
-        if self.costs is None and run.stored is not None:
-            time_layers()  # makes this rank's matrices while the first stage computes
         return found
 
 

@@ -22,7 +22,12 @@ from torch.nn.utils.prune import is_pruned
 from torch.optim import Optimizer
 
 from lightning_gnnpipe.calls import Inputs
-from lightning_gnnpipe.chunks import StepCosts, num_cores, return_memory_at_once
+from lightning_gnnpipe.chunks import (
+    StepCosts,
+    num_cores,
+    return_memory_at_once,
+    threads_of_stage,
+)
 from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.engine import PipelineEngine, RunState, SavedRun
 from lightning_gnnpipe.errors import ConfigError, Fallbacks, UnsupportedError
@@ -323,7 +328,8 @@ def _tell_start(
     has_graphs = isinstance(plan, BatchPlan)
     text = describe_split(split, plan.num_chunks, has_graphs=has_graphs)
     is_one = (len(split.stages), split.num_shards, has_graphs) == (1, 1, False)
-    if is_one and plan.num_chunks > 1 and not options.of_chunks:
+    asks = options.of_chunks or options.recompute or not isinstance(options.partition, str)
+    if is_one and plan.num_chunks > 1 and not asks:
         text += " On one device num_chunks=1 is exact, and seldom slower."
     if costs is not None and split.num_shards == 1:
         num_ranks = ranks_at_once(inputs.edge_index.device, trainer.num_nodes)
@@ -357,11 +363,15 @@ def _expect(
     times = expect_steps(split, costs, inputs, options, plan, num_ranks)
     num_stages, cores = len(split.stages), num_cores()
     alone_s = costs.alone_s(recompute=options.recompute)
-    own, best, more = next(iter(times)), min(times, key=times.__getitem__), ""
+    own, has_graphs = next(iter(times)), isinstance(plan, BatchPlan)
+    takes_turns = num_stages > 1 and plan.num_chunks == 1 and not has_graphs
+    if takes_turns and alone_s and threads_of_stage(split.num_shards) is not None:
+        times[own] = min(times[own], alone_s)
+    best, more = min(times, key=times.__getitem__), ""
     best_s = times[best]
     if 0 < alone_s < best_s:
         best, best_s, more = (1, 1, 1), alone_s, f", with {cores} threads"
-    axis = "data" if isinstance(plan, BatchPlan) else "graph"
+    axis = "data" if has_graphs else "graph"
     if times[own] > CLOSE * best_s:
         log.warning(
             "The stages are not the fastest: a step takes about %.3f s, and %.3f s with %s%s.",

@@ -308,9 +308,10 @@ class ScriptLauncher(_compat.SubprocessScriptLauncher):
 
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         trainer.strategy.check_start(trainer, args)
-        if "OMP_NUM_THREADS" not in os.environ:
-            os.environ[DIVIDED_CORES] = "1"
+        is_set = "OMP_NUM_THREADS" in os.environ
         _compat.divide_threads(self.num_processes)  # before it starts processes, which inherit it
+        if not is_set:
+            os.environ[DIVIDED_CORES] = os.environ["OMP_NUM_THREADS"]
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 

@@ -135,25 +135,41 @@ from pathlib import Path
 import lightning as L
 import torch
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy, make_communities
-from lightning_gnnpipe.models import GCNII, NodeClassifier
+from lightning_gnnpipe.models import NodeClassifier
+from torch_geometric.nn import GCNConv, Sequential
+
+seen = []
+
+
+class Noting(GCNConv):
+    def forward(self, x, edge_index):
+        seen.append(torch.get_num_threads())
+        return super().forward(x, edge_index)
 
 
 class Says(L.Callback):
-    def on_train_start(self, trainer, module):
-        Path(f"threads_{trainer.global_rank}").write_text(str(torch.get_num_threads()))
+    def on_train_end(self, trainer, module):
+        text = f"{torch.get_num_threads()} {max(seen)}"  # the first step is exact
+        Path(f"threads_{trainer.global_rank}").write_text(text)
 
 
-module = NodeClassifier(GCNII(64, 8, 8, num_layers=2), num_classes=8)
+layers = [(Noting(64, 64), "x, edge_index -> x"), (Noting(64, 8), "x, edge_index -> x")]
+module = NodeClassifier(Sequential("x, edge_index", layers), num_classes=8)
 trainer = L.Trainer(accelerator="cpu", devices=2, strategy=GNNPipeStrategy(num_chunks=2),
                     callbacks=[Says()], max_epochs=1, logger=False, enable_checkpointing=False)
 trainer.fit(module, FullGraphDataModule(make_communities(200)))
 """
 
 
-def test_processes_divide_the_threads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", [{}, {"OMP_NUM_THREADS": "1"}])
+def test_processes_divide_the_threads(given: dict[str, str], tmp_path: Path) -> None:
+    """Exact steps have those of all processes, unless the user has set a number."""
     (tmp_path / "script.py").write_text(THREADS)
     outer = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    env = outer | {"PYTHONPATH": str(ROOT)}
+    env = outer | {"PYTHONPATH": str(ROOT), **given}
     subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=env, timeout=120, check=True)
-    found = [(tmp_path / f"threads_{rank}").read_text() for rank in range(2)]
-    assert found == [str(max(1, len(os.sched_getaffinity(0)) // 2))] * 2
+    found = [(tmp_path / f"threads_{rank}").read_text().split() for rank in range(2)]
+    cores = len(os.sched_getaffinity(0))
+    own, most = ("1", "1") if given else (str(max(1, cores // 2)), str(cores))
+    assert [one for one, _ in found] == [own] * 2
+    assert found[1][1] == most  # the other rank has timed layers as well

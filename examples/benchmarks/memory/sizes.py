@@ -37,9 +37,10 @@ def main() -> None:
     add("--edges-a-node", type=int, default=10)
     add("--chunks", type=int, default=64)
     add("--memory-gib", type=float, default=8.0)
-    add("--picture", action="store_true", help="draw sizes.png of all runs in the folder")
+    add("--picture", action="store_true", help="draw sizes.png of all such runs in the folder")
     options = parser.parse_args()
-    rows, kept = [], options.folder / "runs.json"
+    rows: list[list[str]] = []
+    kept = options.folder / f"runs-{options.edges_a_node}-{options.chunks}.json"
     for num_nodes in options.nodes:
         arrays = options.folder / f"arrays-{num_nodes}-{options.edges_a_node}"
         graph = options.folder / f"graph-{num_nodes}-{options.edges_a_node}-{options.chunks}"
