@@ -237,6 +237,7 @@ def test_one_device_with_all_cores_is_a_row(factor: float, is_alone: bool) -> No
     assert ("devices=1" in advice) == ("with a thread a core" in advice) == is_alone
     is_close = any("devices=1" in line and "may be as fast" in line for line in plan.advice)
     assert is_close == (factor == 1.05)
+    assert any("take one device" in line for line in plan.advice) == is_close
 
 
 def test_layers_that_must_stay_together_are_not_cut_apart() -> None:

@@ -168,7 +168,10 @@ class PipelinePlan:
         close = [name for name, step_s in found.items() if step_s <= CLOSE * found[least]]
         if len(close) > 1:
             slower = " and ".join(name for name in close if name != least)
+            alone = [name for name in found if name.startswith(self.layouts[0].options)]
             yield f"{slower} may be as fast: forecasts are not as exact as that difference."
+            if least not in alone and any(name in close for name in alone):
+                yield "Of equals take one device: it is exact and starts sooner."
 
     def __str__(self) -> str:
         return "\n".join([*self._cut_lines(), *self._step_lines(), *self.advice])
@@ -204,7 +207,8 @@ class PipelinePlan:
                 mark, shown = "* " if is_beaten else "  ", f"{self.by_all_cores:.3f}"
                 rows.append((mark + "the same, a thread a core", shown, "0", "0.0%", memory))
         return [
-            f"A training step without loss, optimizer and validation, with links of {self.link}:",
+            f"A training step without loss, optimizer and validation, with links of {self.link}. "
+            "*: the fastest; [ ]: the plan above.",
             *align(rows, left=0),
         ]
 
