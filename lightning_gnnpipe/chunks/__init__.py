@@ -30,11 +30,10 @@ from lightning_gnnpipe.chunks.step_trace import (
     peak_memory_bytes,
     phases,
 )
-from lightning_gnnpipe.chunks.timing import (
+from lightning_gnnpipe.chunks.threads import (
     DIVIDED_CORES,
     computing_with,
-    measure_costs,
-    now,
     num_cores,
     threads_of_stage,
 )
+from lightning_gnnpipe.chunks.timing import measure_costs, now

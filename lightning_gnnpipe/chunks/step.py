@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from lightning_gnnpipe.chunks.allocator import return_freed_memory
 from lightning_gnnpipe.chunks.captured import CapturedChunks, ChunkState, Seeding, SeedOf
 from lightning_gnnpipe.chunks.inputs import PassInputs
 from lightning_gnnpipe.chunks.step_trace import TraceEvent
+from lightning_gnnpipe.chunks.threads import computing_with
 from lightning_gnnpipe.codecs import Codecs
 from lightning_gnnpipe.comm import Label, Transport
 from lightning_gnnpipe.errors import UnsupportedError
@@ -80,6 +81,10 @@ class PassSpec:
     captured: CapturedChunks | None = None
     by_layer: bool = False
     num_threads: int | None = None
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Compute with `num_threads`."""
+        return nullcontext() if self.num_threads is None else computing_with(self.num_threads)
 
 
 class Step:

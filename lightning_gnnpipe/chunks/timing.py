@@ -6,12 +6,10 @@ that it has to itself: the model's histories never exist together.
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,6 +23,7 @@ from lightning_gnnpipe.calls import Call, Inputs, Kind
 from lightning_gnnpipe.chunks.costs import DISTURBED, InputSizes, LayerCost, StepCosts
 from lightning_gnnpipe.chunks.inputs import BatchInputs, PlannedInputs
 from lightning_gnnpipe.chunks.step import run_segments, unread_after
+from lightning_gnnpipe.chunks.threads import computing_with, forks, num_cores
 from lightning_gnnpipe.graph import (
     BatchPlan,
     Chunk,
@@ -48,15 +47,11 @@ from lightning_gnnpipe.staleness import (
     StepOrder,
 )
 
-DIVIDED_CORES = "GNNPIPE_DIVIDED_CORES"
-"""In the environment: a process's equal share of threads, if no user has set their number."""
 _FLOAT = re.compile(r"\d+(\.\d+(e-?\d+)?|e-?\d+)")
 _MOST_RUNS = 5
 _TAKEN_S = 0.7e-3  # by gloo, between two processes that compute
 _LONGEST_S = 0.5  # for repeated runs of all layers
 _ENOUGH = 4  # layers of one form to time
-_forks: list[int] = []  # this process, if it is a fork: more threads of OpenMP may wait for ever
-os.register_at_fork(after_in_child=lambda: _forks.append(os.getpid()))
 _LARGE_WORK = 2**20  # nodes and edges of a chunk that is as fast, for each of them, as any larger
 
 
@@ -104,7 +99,7 @@ def measure_costs(
     if other.num_chunks != plan.num_chunks:
         found = found.with_overhead(costs[other.num_chunks])
     is_slower = inputs.edge_index.device.type == "cpu" and torch.get_num_threads() < num_cores()
-    if shares_cores and is_slower and other.num_chunks == 1 and not _forks:
+    if shares_cores and is_slower and other.num_chunks == 1 and not forks:
         with computing_with(num_cores()):
             alone = [measure_layers(module, layers, other, call, inputs, histories)]
             if alone[0].compute_s > costs[1].compute_s:  # the threads had just begun
@@ -129,38 +124,6 @@ def measure_costs(
         is_on_host=is_on_host,
     )
     return replace(found, sizes=sizes, taken_s=_TAKEN_S * is_on_host)
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def threads_of_stage(num_ranks: int) -> int | None:
-    """Return the threads of a rank while one stage, of `num_ranks` ranks, computes alone.
-
-    None: as they are. The package must have divided the cores itself, see `DIVIDED_CORES`.
-    """
-    number, own = num_cores() // num_ranks, torch.get_num_threads()
-    shares = (os.environ.get(name) for name in (DIVIDED_CORES, "OMP_NUM_THREADS"))
-    is_free = all(share == str(own) for share in shares) and not _forks
-    return number if is_free and number > own else None
-
-
-@contextmanager
-def computing_with(num_threads: int | None) -> Iterator[None]:
-    """Compute with so many threads; None: as they are."""
-    if num_threads is None:
-        yield
-        return
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _cut(inputs: Inputs, num_chunks: int) -> ChunkPlan:

@@ -28,7 +28,6 @@ from lightning_gnnpipe.chunks import (
     Step,
     StepCosts,
     can_capture,
-    computing_with,
     exact_context,
     measure_costs,
     own_random_stream,
@@ -246,7 +245,7 @@ class Passes:
             self._transport.meter.paused(),
             intercept(self._model.intercepted, spec.context),
             own_random_stream(self._transport.world.device) as has_drawn,
-            computing_with(spec.num_threads),
+            spec.computing(),
             torch.no_grad(),
         ):
             return (ExactStep if spec.by_layer else Step)(spec).forward(), has_drawn()

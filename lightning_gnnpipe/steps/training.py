@@ -21,7 +21,6 @@ from lightning_gnnpipe.chunks import (
     RankRecord,
     Step,
     TraceEvent,
-    computing_with,
     merge_stats,
     own_random_stream,
     peak_memory_bytes,
@@ -134,7 +133,7 @@ class TrainingPass:
         with (
             intercept(self._model.intercepted, self._spec.context),
             own_random_stream(self._spec.transport.world.device),
-            computing_with(self._spec.num_threads),
+            self._spec.computing(),
             torch.enable_grad(),
         ):
             outputs = self._step.forward()
@@ -162,7 +161,7 @@ class TrainingPass:
                 stack.enter_context(intercept(self._model.intercepted, self._spec.context))
                 stack.enter_context(own_random_stream(self._spec.transport.world.device))
             self._sums.begin()
-            stack.enter_context(computing_with(self._spec.num_threads))
+            stack.enter_context(self._spec.computing())
             self._step.backward(grads, self._sums.expect_later)
         if self._spec.captured is not None:
             self._spec.captured.end(self._tensors())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from itertools import pairwise
@@ -276,8 +277,8 @@ def test_one_device_is_timed_with_a_thread_a_core_where_that_cannot_hang(
     """Times of a busy machine are not kept."""
     for one in (costs, timing):
         monkeypatch.setattr(one, "DISTURBED", most)
-    monkeypatch.setattr(timing.os, "sched_getaffinity", lambda _: {0, 3}, raising=False)
-    monkeypatch.setattr(timing, "_forks", [0] * is_fork)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3}, raising=False)
+    monkeypatch.setattr(timing, "forks", [0] * is_fork)
     seen, net = list[int](), Net((D, D, D))
     net.last.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
     _, found = measure(net, shares_cores=True)

@@ -11,7 +11,7 @@ import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 
-from lightning_gnnpipe.chunks import timing
+from lightning_gnnpipe.chunks import threads
 from lightning_gnnpipe.models import GCNII
 from lightning_gnnpipe.staleness import StalenessMethod
 from tests.helpers.device import DEVICE
@@ -187,9 +187,9 @@ def test_stages_that_take_turns_use_all_cores(
     options: dict[str, Any], is_divided: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless the user has set the number of threads."""
-    monkeypatch.setattr(timing, "num_cores", lambda: 3)
+    monkeypatch.setattr(threads, "num_cores", lambda: 3)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv(timing.DIVIDED_CORES, "1" if is_divided else "2")  # of another program
+    monkeypatch.setenv(threads.DIVIDED_CORES, "1" if is_divided else "2")  # of another program
     seen = list[int]()
 
     class Noting(gnn.GCNConv):
