@@ -45,8 +45,8 @@ class FullGraphDataModule(L.LightningDataModule):
     Masks come from the graph (one column of ``[num_nodes, num_splits]`` masks) or from an OGB data
     set's split; without either they are drawn at random. A graph with a training mask may lack
     validation or test masks if no step uses them. The given graph is not changed:
-    ``datamodule.data`` is a shallow copy that shares its tensors. For a graph a loop, give
-    ``fit`` loaders, as ``DataLoader([data], batch_size=None)``.
+    ``datamodule.data`` is a shallow copy that shares its tensors. To train and validate on
+    different graphs, pass loaders instead: ``DataLoader([data], batch_size=None)``.
 
     Examples:
         >>> trainer.fit(module, datamodule=FullGraphDataModule(Planetoid(root, "Cora")))

@@ -81,7 +81,7 @@ class CheckpointError(GNNPipeError):
 
 
 class PeerError(RuntimeError):
-    """Another rank failed, or did not answer within the timeout; no `GNNPipeError`."""
+    """Another rank failed, or did not answer within the timeout. It is not a `GNNPipeError`."""
 
 
 def explain(*, expected: str, found: str, remedy: str) -> str:

@@ -104,8 +104,8 @@ class GNNPipeStrategy(PipelineHooks):
             stage, all other weights are empty there, and no gradients travel: for wide layers on
             small graphs. See `gathered`.
         recompute: Recompute activations in backward instead of keeping them: less memory, one more
-            forward pass, the same numbers, dropout included. Of several chunks, exact steps then
-            set the peak: see `exact_in_chunks`.
+            forward pass, the same numbers, dropout included. With several chunks exact steps then
+            take the most memory; `exact_in_chunks` bounds it.
         history_dtype: Dtype of histories. `torch.bfloat16` halves them and rounds what is read.
             None: as computed.
         history_device: Device of histories, such as "cpu" when GPU memory is short: every read is a
@@ -223,8 +223,8 @@ class GNNPipeStrategy(PipelineHooks):
     def collect_staleness(self) -> dict[int, Staleness]:
         """Return the stale reads of the last training step, by layer from 0; call on every rank.
 
-        For a step that a `StalenessMonitor` has recorded, or that ran after
-        `controls.records_staleness = True`.
+        The step must be recorded: a `StalenessMonitor` does that, or
+        `controls.records_staleness = True` before the step.
         """
         return self.engine.last_step.staleness()
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 DIVIDED_CORES = "GNNPIPE_DIVIDED_CORES"
-"""In the environment: a process's equal share of threads, if no user has set their number."""
+"""Environment variable: the threads of each process, if the package has divided the cores."""
 forks: list[int] = []  # this process, if it is a fork: more threads of OpenMP may wait for ever
 os.register_at_fork(after_in_child=lambda: forks.append(os.getpid()))
 
@@ -22,9 +22,9 @@ def num_cores() -> int:
 
 
 def threads_of_stage(num_ranks: int) -> int | None:
-    """Return the threads of a rank while one stage, of `num_ranks` ranks, computes alone.
+    """Return the threads of a rank while its stage, of `num_ranks` ranks, computes alone.
 
-    None: as they are. The package must have divided the cores itself, see `DIVIDED_CORES`.
+    None: leave their number, since a user or another launcher has set it, or it is enough.
     """
     number, own = num_cores() // num_ranks, torch.get_num_threads()
     shares = (os.environ.get(name) for name in (DIVIDED_CORES, "OMP_NUM_THREADS"))
@@ -34,7 +34,7 @@ def threads_of_stage(num_ranks: int) -> int | None:
 
 @contextmanager
 def computing_with(num_threads: int) -> Iterator[None]:
-    """Compute with so many threads."""
+    """Compute with `num_threads` threads within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

@@ -38,9 +38,11 @@ class WholeEdges:
 
 
 class EdgeBytes(NamedTuple):
-    """Bytes that layers keep of an edge: in matrices, and in own edges of chunks.
+    """Bytes that layers keep for each edge.
 
-    `ends`: also on the whole graph, for exact passes on all nodes. `results`: on chunks alone.
+    `matrices`: in sparse matrices. `ends`: in edges with self-loops and weights, of the chunks and,
+    for exact passes on all nodes, of the whole graph. `results`: in edges with self-loops, of the
+    chunks alone.
     """
 
     matrices: float
@@ -135,7 +137,7 @@ class GraphEdges:
         return self._local[key]
 
     def bytes_of(self, chunk: Chunk) -> EdgeBytes:
-        """Return what layers keep of an edge, by what they have kept of the edges of `chunk`."""
+        """Return what layers keep for each edge, measured on `chunk`, which has run."""
         place = WHOLE if chunk.is_whole else chunk.index
         local = [one for one in self._local.values() if one.place == place]
         parts = [part.edges for one in local for part in one.parts.values()]

@@ -54,7 +54,7 @@ class Pattern:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what has a value an edge."""
+        """Bytes of the tensors that have a number for each edge."""
         made = (vars(self).get(name) for name in ("sources", "order", "targets_by_source"))
         return sum(one.nbytes for one in made if one is not None)
 

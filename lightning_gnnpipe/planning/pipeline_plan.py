@@ -161,17 +161,19 @@ class PipelinePlan:
     def _rank_times(self) -> Iterator[str]:
         """Yield what is fastest, and what is as fast as far as a forecast can tell."""
         found = {one.options: one.step_s for one in self.layouts if one.fits}
+        one_device = self.layouts[0].options
+        all_cores = f"{one_device} with a thread a core"
         if self._is_alone_known:
-            found[f"{self.layouts[0].options} with a thread a core"] = self.by_all_cores
+            found[all_cores] = self.by_all_cores
         least = min(found, key=found.__getitem__)
         yield f"Fastest: {least}, {found[least]:.3f} s per step."
         close = [name for name, step_s in found.items() if step_s <= CLOSE * found[least]]
         if len(close) > 1:
             slower = " and ".join(name for name in close if name != least)
-            alone = [name for name in found if name.startswith(self.layouts[0].options)]
             yield f"{slower} may be as fast: forecasts are not as exact as that difference."
-            if least not in alone and any(name in close for name in alone):
-                yield "Of equals take one device: it is exact and starts sooner."
+            alone = {one_device, all_cores}
+            if least not in alone and not alone.isdisjoint(close):
+                yield "If times are that close, take one device: it is exact and starts sooner."
 
     def __str__(self) -> str:
         return "\n".join([*self._cut_lines(), *self._step_lines(), *self.advice])
