@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from lightning_gnnpipe.passing import EdgeBytes
 from lightning_gnnpipe.stages import Layers, Stage, repeat_costs, solve_balance
 
-DISTURBED = 3.0  # times; caches save less
+_DISTURBED = 3.0  # times; caches save less
 _OF_GCN = EdgeBytes(20, 16, 0)
 
 
@@ -123,7 +123,7 @@ class StepCosts:
         repeats = {name: compare(one, other.repeats[name]) for name, one in self.repeats.items()}
         both = ((one.num_chunks, one.compute_s) for one in (self, other))
         (few, few_s), (many, many_s) = sorted(both)
-        is_disturbed = few_s > DISTURBED * many_s or many_s / many > DISTURBED * few_s / few
+        is_disturbed = few_s > _DISTURBED * many_s or many_s / many > _DISTURBED * few_s / few
         return replace(self, layers=layers, repeats=repeats, is_disturbed=is_disturbed)
 
     def at(self, num_chunks: int) -> StepCosts:

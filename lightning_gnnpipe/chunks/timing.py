@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind
-from lightning_gnnpipe.chunks.costs import DISTURBED, InputSizes, LayerCost, StepCosts
+from lightning_gnnpipe.chunks.costs import InputSizes, LayerCost, StepCosts
 from lightning_gnnpipe.chunks.inputs import BatchInputs, PlannedInputs
 from lightning_gnnpipe.chunks.step import run_segments, unread_after
 from lightning_gnnpipe.chunks.threads import computing_with, forks, num_cores
@@ -51,7 +51,8 @@ _FLOAT = re.compile(r"\d+(\.\d+(e-?\d+)?|e-?\d+)")
 _MOST_RUNS = 5
 _TAKEN_S = 0.7e-3  # by gloo, between two processes that compute
 _LONGEST_S = 0.5  # for repeated runs of all layers
-_ENOUGH = 4  # layers of one form to time
+_ENOUGH, _FEW = 4, 2  # layers of one form to time; of those that take longer than `_SLOW_S`
+_SLOW_S = 0.1  # averages over other processes' load
 _LARGE_WORK = 2**20  # nodes and edges of a chunk that is as fast, for each of them, as any larger
 
 
@@ -104,9 +105,7 @@ def measure_costs(
             alone = [measure_layers(module, layers, other, call, inputs, histories)]
             if alone[0].compute_s > costs[1].compute_s:  # the threads had just begun
                 alone.append(measure_layers(module, layers, other, call, inputs, histories))
-        best = min(alone, key=lambda one: one.compute_s)
-        if best.compute_s < DISTURBED * costs[1].compute_s:
-            found = replace(found, by_all_cores=best.layers)
+        found = replace(found, by_all_cores=min(alone, key=lambda one: one.compute_s).layers)
     values = {
         name: one.row_bytes * inputs.num_rows(one.kind, one.edge_set)
         for name, one in layers.values.items()
@@ -147,8 +146,8 @@ def measure_layers(
     """Time layers, and values that stages may compute again, on a middle-sized chunk.
 
     Layers that differ only in the values of their weights take the same time, the median of the
-    first four: later ones do not run. A batch of graphs has no histories. `edges`: of the plan, if
-    training uses them as well.
+    first four, or two if they are slow: later ones do not run. A batch of graphs has no histories.
+    `edges`: of the plan, if training uses them as well.
     """
     store: _Zeros | None = None
     batch: BatchInputs | PlannedInputs
@@ -188,8 +187,8 @@ def measure_layers(
 class _Runs:
     """Layers that run one after the other, in the order of the module.
 
-    Up to `_ENOUGH` of one form run; the last of these stands for later ones. `values`: what layers
-    read, by name; each adds its outputs. `run`: see `_run`.
+    Up to `_ENOUGH` of one form run, slow ones up to `_FEW`; the last of these stands for later
+    ones. `values`: what layers read, by name; each adds its outputs. `run`: see `_run`.
     """
 
     def __init__(
@@ -213,14 +212,14 @@ class _Runs:
         segment, form = self._segments[number], self._forms[number]
         key = form, _places_of(segment, self._layers, self._values, self._known)
         self._seen[key] += 1
-        if self._seen[key] > _ENOUGH:
+        if key in self._last:
             self._last[key].stand_for(segment, self._values, self._known)
             self._times.append(self._last[key].cost * (np.nan, np.nan, 1.0))
             self._held.append(self._last[key].held)
             return
         self._times.append(self._time(segment, form))
         self._held.append(drop())
-        if self._seen[key] == _ENOUGH:
+        if self._seen[key] == (_FEW if self._first_s[form] > _SLOW_S else _ENOUGH):
             last = segment, self._values, self._known, self._times[-1], self._held[-1]
             self._last[key] = _Timed(*last)
 

@@ -73,7 +73,8 @@ def test_python_runs_as_a_script(
 ) -> None:
     first_line = "import pytest; from tests.docs import small; small.install(pytest.MonkeyPatch())"
     script = tmp_path / "train.py"
-    script.write_text(as_script(read_blocks(page), first_line))
+    blocks = [one for one in read_blocks(page) if one.title != "One device"]  # in its place
+    script.write_text(as_script(blocks, first_line))
     monkeypatch.chdir(tmp_path)
     done = start_script(script, is_new=False)
     done.end(120)

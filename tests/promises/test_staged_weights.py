@@ -278,7 +278,7 @@ def test_the_start_warns_of_large_gradients(
     monkeypatch.setattr(tied, "D", 64)
     monkeypatch.setattr(engine_host.log, "warning", lambda text, *args: print(text % args))
     monkeypatch.setattr(engine_host, "rank_zero_info", print)
-    monkeypatch.setattr(costs, "DISTURBED", float("inf"))  # other tests run
+    monkeypatch.setattr(costs, "_DISTURBED", float("inf"))  # other tests run
     for weights in ("whole", "staged"):
         fit(
             tmp_path,
