@@ -51,8 +51,7 @@ _FLOAT = re.compile(r"\d+(\.\d+(e-?\d+)?|e-?\d+)")
 _MOST_RUNS = 5
 _TAKEN_S = 0.7e-3  # by gloo, between two processes that compute
 _LONGEST_S = 0.5  # for repeated runs of all layers
-_ENOUGH, _FEW = 4, 2  # layers of one form to time; of those that take longer than `_SLOW_S`
-_SLOW_S = 0.1  # averages over other processes' load
+_ENOUGH = 4  # layers of one form to time
 _LARGE_WORK = 2**20  # nodes and edges of a chunk that is as fast, for each of them, as any larger
 
 
@@ -146,8 +145,8 @@ def measure_layers(
     """Time layers, and values that stages may compute again, on a middle-sized chunk.
 
     Layers that differ only in the values of their weights take the same time, the median of the
-    first four, or two if they are slow: later ones do not run. A batch of graphs has no histories.
-    `edges`: of the plan, if training uses them as well.
+    first four: later ones do not run. A batch of graphs has no histories. `edges`: of the plan, if
+    training uses them as well.
     """
     store: _Zeros | None = None
     batch: BatchInputs | PlannedInputs
@@ -187,8 +186,8 @@ def measure_layers(
 class _Runs:
     """Layers that run one after the other, in the order of the module.
 
-    Up to `_ENOUGH` of one form run, slow ones up to `_FEW`; the last of these stands for later
-    ones. `values`: what layers read, by name; each adds its outputs. `run`: see `_run`.
+    Up to `_ENOUGH` of one form run; the last of these stands for later ones. `values`: what layers
+    read, by name; each adds its outputs. `run`: see `_run`.
     """
 
     def __init__(
@@ -212,14 +211,14 @@ class _Runs:
         segment, form = self._segments[number], self._forms[number]
         key = form, _places_of(segment, self._layers, self._values, self._known)
         self._seen[key] += 1
-        if key in self._last:
+        if self._seen[key] > _ENOUGH:
             self._last[key].stand_for(segment, self._values, self._known)
             self._times.append(self._last[key].cost * (np.nan, np.nan, 1.0))
             self._held.append(self._last[key].held)
             return
         self._times.append(self._time(segment, form))
         self._held.append(drop())
-        if self._seen[key] == (_FEW if self._first_s[form] > _SLOW_S else _ENOUGH):
+        if self._seen[key] == _ENOUGH:
             last = segment, self._values, self._known, self._times[-1], self._held[-1]
             self._last[key] = _Timed(*last)
 
