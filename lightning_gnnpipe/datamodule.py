@@ -6,7 +6,6 @@ It checks the graph before processes start, so a malformed one is not found deep
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, NoReturn, get_args
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 from torch_geometric.data import Data, Dataset, HeteroData
@@ -345,9 +345,9 @@ def _check_inputs(graph: Data) -> None:
 def _check_finite(name: str, values: object, remedy: str, stacklevel: int = 3) -> None:
     found = first_not_finite(values, "at edge" if name.startswith("edge") else "at node")
     if found is not None:
-        warnings.warn(
+        rank_zero_warn(
             f"'{name}' is {found}. Unless your module expects it, write {remedy}.",
-            stacklevel=stacklevel,
+            stacklevel=stacklevel + 3,  # it warns from three calls deeper
         )
 
 
