@@ -42,7 +42,7 @@ class GNNPipeStrategy(PipelineHooks):
     Chunks of the graph flow through the stages, or micro-batches of a batch of many graphs.
     Source: GNNPipe (arXiv 2308.10087).
 
-    Most runs set `num_chunks`, if that. All options, by what they are for:
+    Most runs set `num_chunks` at most. All options, by what they are for:
 
     - devices: `num_stages`, `graph_parallel`, `data_parallel`, `balance`, `pipelined_module`
     - chunks: `num_chunks`, `partition`, `plan_folder`, `cross_chunk_edges`, `staleness`
@@ -101,8 +101,8 @@ class GNNPipeStrategy(PipelineHooks):
             Not for batches of many graphs.
         weights: "whole": every rank holds and updates all weights, and stages send each other their
             gradients, as under DDP. "staged": a rank holds and updates the weights of its own
-            stage, all other weights are empty there, and no gradients travel: for wide layers on
-            small graphs. See `gathered`.
+            stage, all others are empty there, and only gradients of weights of several stages
+            travel: for wide layers on small graphs. See `gathered`.
         recompute: Recompute activations in backward instead of keeping them: less memory, one more
             forward pass, the same numbers, dropout included. With several chunks exact steps then
             take the most memory; `exact_in_chunks` bounds it.
