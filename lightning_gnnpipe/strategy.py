@@ -101,8 +101,8 @@ class GNNPipeStrategy(PipelineHooks):
             Not for batches of many graphs.
         weights: "whole": every rank holds and updates all weights, and stages send each other their
             gradients, as under DDP. "staged": a rank holds and updates the weights of its own
-            stage, all others are empty there, and only gradients of weights of several stages
-            travel: for wide layers on small graphs. See `gathered`.
+            stage, other weights are empty there, and only gradients of weights of several
+            stages travel: for wide layers on small graphs. See `gathered`.
         recompute: Recompute activations in backward instead of keeping them: less memory, one more
             forward pass, the same numbers, dropout included. With several chunks exact steps then
             take the most memory; `exact_in_chunks` bounds it.
