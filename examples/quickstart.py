@@ -75,6 +75,8 @@ def main() -> None:
     ):
         strategy = "auto" if name == "plain" else GNNPipeStrategy(num_chunks=1)
         torch.set_num_threads(num_threads)
+        ways = {"plain": "in a plain Trainer", "one": "on one device", "all": "with all cores"}
+        print(f"Training {ways[name]} ...", flush=True)
         exact.append(train_exactly(name, strategy, datamodule, options))
     torch.set_num_threads(1)
     pipeline, is_first_rank = train_pipeline(datamodule, options)

@@ -166,14 +166,17 @@ class PipelinePlan:
         if self._is_alone_known:
             found[all_cores] = self.by_all_cores
         least = min(found, key=found.__getitem__)
-        yield f"Fastest: {least}, {found[least]:.3f} s per step."
         close = [name for name, step_s in found.items() if step_s <= CLOSE * found[least]]
+        alone = [name for name in (one_device, all_cores) if name in close]
+        if alone and least not in alone:
+            name = min(alone, key=found.__getitem__)
+            yield f"Take {name}, {found[name]:.3f} s per step: it is exact and starts sooner."
+        else:
+            yield f"Fastest: {least}, {found[least]:.3f} s per step."
+            name = least
         if len(close) > 1:
-            slower = " and ".join(name for name in close if name != least)
-            yield f"{slower} may be as fast: forecasts are not as exact as that difference."
-            alone = {one_device, all_cores}
-            if least not in alone and not alone.isdisjoint(close):
-                yield "If times are that close, take one device: it is exact and starts sooner."
+            rest = " and ".join(f"{one}, {found[one]:.3f} s," for one in close if one != name)
+            yield f"{rest} may be as fast: forecasts are not as exact as that difference."
 
     def __str__(self) -> str:
         return "\n".join([*self._cut_lines(), *self._step_lines(), *self.advice])

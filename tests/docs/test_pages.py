@@ -109,7 +109,7 @@ def test_words_are_those_of_the_field() -> None:
 
 
 def test_the_api_expands_all_names_of_values() -> None:
-    text = (DOCS / "api" / "index.md").read_text()
+    text = (DOCS / "api" / "index.md").read_text().partition("## Names of values")[2]
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.M))
     named = set(inspect.signature(GNNPipeStrategy).parameters.values())
     used = {w for one in named for w in re.findall(r"\w+", str(one.annotation))}
