@@ -382,3 +382,30 @@ def test_code_is_refused_unless_it_is_trusted(
         monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
         AtomicCheckpointIO().load_checkpoint("some.ckpt")
         Path("exploded").unlink()  # it was there
+
+
+def test_ctrl_c_within_a_save_is_that_and_leaves_the_last_checkpoint(
+    folder: Path, monkeypatch: Patches
+) -> None:
+    """torch fails to close the archive, in place of KeyboardInterrupt."""
+    path, save, writer = folder / "last.ckpt", torch.save, AtomicCheckpointIO()
+    writer.save_checkpoint({"step": 1}, path)
+
+    class Cut:
+        def __init__(self, file: Any) -> None:
+            self._file, self._num_writes = file, 0
+
+        def write(self, content: Any) -> int:
+            self._num_writes += 1
+            if self._num_writes == 3:
+                raise KeyboardInterrupt
+            return self._file.write(content)
+
+        def flush(self) -> None:
+            self._file.flush()
+
+    monkeypatch.setattr(torch, "save", lambda content, file: save(content, Cut(file)))
+    with pytest.raises(KeyboardInterrupt):
+        writer.save_checkpoint({"step": torch.ones(2**20)}, path)
+    assert [one.name for one in folder.iterdir()] == ["last.ckpt"]
+    assert writer.load_checkpoint(path) == {"step": 1}

@@ -206,7 +206,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".{target.name}.part")
-        write_synced(part, checkpoint)
+        try:
+            write_synced(part, checkpoint)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
         os.replace(part, target)
 
     def load_checkpoint(
@@ -256,7 +260,12 @@ def write_histories(folder: Path, stage: int, saved: Mapping[Any, Any]) -> None:
 def write_synced(path: Path, content: dict[Any, Any]) -> None:
     """Save `content` to a file, and wait until it is on disk."""
     with open(path, "wb") as file:
-        torch.save(content, file)
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:  # torch cannot close an archive that Ctrl+C has cut
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise error.__context__ from None
+            raise
         file.flush()
         os.fsync(file.fileno())
 
