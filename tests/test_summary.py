@@ -15,6 +15,7 @@ from torch_geometric import nn as gnn
 
 from lightning_gnnpipe.chunks import LayerCost, StepCosts, timing
 from lightning_gnnpipe.engine import passes
+from lightning_gnnpipe.models import GNN, NodeClassifier
 from lightning_gnnpipe.planning import forecast
 from lightning_gnnpipe.planning.closed_forms import MESSAGE_S
 from lightning_gnnpipe.stages import Layers
@@ -276,3 +277,32 @@ def test_layers_are_timed_as_they_train(
     options = {"balance": "measured"}
     fit(2, strategy=options, max_epochs=1, num_sanity_val_steps=sanity_steps)
     assert "All drop: True" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("conv", "num_chunks", "options", "is_glibc", "is_said"),
+    [
+        ("gcn", 4, {}, True, False),  # a chunk has 10 nodes, of 32 bytes a layer
+        ("gat", 4, {}, True, True),  # and 30 edges, with a message each
+        ("gcn", 1, {}, True, True),
+        ("gcn", 1, {}, False, False),
+        ("gat", 4, {"exact_in_chunks": True}, True, False),
+        ("gat", 4, {"memory_gib": 8.0}, True, False),
+    ],
+)
+def test_tensors_that_the_system_clears_for_each_use_are_said(
+    conv: str,
+    num_chunks: int,
+    options: dict[str, Any],
+    is_glibc: bool,
+    is_said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(engine_host, "LARGE_BYTES", 640)
+    monkeypatch.setattr(engine_host, "is_glibc", lambda: is_glibc)
+    monkeypatch.setattr(engine_host, "rank_zero_info", print)
+    net = GNN(NUM_FEATURES, WIDTH, NUM_CLASSES, NUM_LAYERS, conv=conv)
+    module = NodeClassifier(net, NUM_CLASSES)
+    fit(1, num_chunks=num_chunks, module=module, max_epochs=1, strategy=options)
+    assert capfd.readouterr().out.count("LD_PRELOAD=libtcmalloc_minimal.so.4") == is_said

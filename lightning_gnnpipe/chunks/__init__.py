@@ -1,6 +1,11 @@
 """One rank's part of a step: chunks forward, then backward; and the costs of layers."""
 
-from lightning_gnnpipe.chunks.allocator import return_freed_memory, return_memory_at_once
+from lightning_gnnpipe.chunks.allocator import (
+    LARGE_BYTES,
+    is_glibc,
+    return_freed_memory,
+    return_memory_at_once,
+)
 from lightning_gnnpipe.chunks.captured import CapturedChunks, SeedOf, can_capture
 from lightning_gnnpipe.chunks.costs import LayerCost, StepCosts
 from lightning_gnnpipe.chunks.exact import ExactStep, exact_context

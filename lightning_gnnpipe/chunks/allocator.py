@@ -7,6 +7,16 @@ from contextlib import suppress
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
 _LEAST_BYTES = 2**20
+LARGE_BYTES = 2**25  # pieces of more go back to the system, which clears them for the next use
+
+
+def is_glibc() -> bool:
+    """Whether malloc is glibc's, and not tcmalloc's, which keeps large pieces as well."""
+    try:
+        library = ctypes.CDLL(None)
+    except (OSError, TypeError):
+        return False
+    return hasattr(library, "gnu_get_libc_version") and not hasattr(library, "tc_malloc")
 
 
 def return_freed_memory() -> None:
