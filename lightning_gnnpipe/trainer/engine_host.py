@@ -359,10 +359,8 @@ def _clears_tensors(
         return False
     values = split.layers.values.values()
     row_bytes = max((one.row_bytes for one in values if one.kind is Kind.NODE), default=0)
-    num_rows = inputs.num_nodes
-    if any(
-        linear_rule(conv) is None for conv in find_convs(split.module).values()
-    ):  # a message per edge
+    num_rows, convs = inputs.num_nodes, find_convs(split.module).values()
+    if any(linear_rule(conv) is None for conv in convs):  # it makes a message per edge
         num_rows = max(num_rows, *inputs.edge_sizes)
     return row_bytes * num_rows > LARGE_BYTES * num_chunks * split.num_shards and is_glibc()
 
