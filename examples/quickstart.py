@@ -75,7 +75,11 @@ def main() -> None:
     ):
         strategy = "auto" if name == "plain" else GNNPipeStrategy(num_chunks=1)
         torch.set_num_threads(num_threads)
-        ways = {"plain": "in a plain Trainer", "one": "on one device", "all": "with all cores"}
+        ways = {
+            "plain": "in a plain Trainer",
+            "one": "on one device",
+            "all": f"on one device with {num_threads} threads",
+        }
         print(f"Training {ways[name]} ...", flush=True)
         exact.append(train_exactly(name, strategy, datamodule, options))
     torch.set_num_threads(1)

@@ -100,9 +100,9 @@ class GNNPipeStrategy(PipelineHooks):
             where it sends fewer bytes and uses at most 128 weights for each byte of a node's value.
             Not for batches of many graphs.
         weights: "whole": every rank holds and updates all weights, and stages send each other their
-            gradients, as under DDP. "staged": a rank holds and updates the weights of its own
-            stage, other weights are empty there, and only gradients of weights of several
-            stages travel: for wide layers on small graphs. See `gathered`.
+            gradients, as under DDP. "staged": weights of other stages are empty on a rank, and
+            gradients travel only of weights that several ranks use: for wide layers on small
+            graphs. See `gathered`.
         recompute: Recompute activations in backward instead of keeping them: less memory, one more
             forward pass, the same numbers, dropout included. With several chunks exact steps then
             take the most memory; `exact_in_chunks` bounds it.
@@ -251,7 +251,7 @@ class GNNPipeStrategy(PipelineHooks):
     ) -> PipelinePlan:
         """Return how ``module`` and ``data`` would be cut, and what a training step would take.
 
-        Print it: it shows one device with one chunk beside all layouts, and names the fastest. What
+        Print it: it shows one device with one chunk beside all layouts, and says what to take. What
         training would refuse is refused. The plan is for ``num_stages`` stages of ``num_shards``
         shards, or for the best layout of ``num_devices`` devices.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from typing import Any
 
@@ -13,14 +14,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch_geometric import nn as gnn
 
-from lightning_gnnpipe.chunks import LayerCost, StepCosts, timing
+from lightning_gnnpipe.chunks import LayerCost, StepCosts, timing, uses_glibc_malloc
 from lightning_gnnpipe.engine import passes
 from lightning_gnnpipe.models import GNN, NodeClassifier
 from lightning_gnnpipe.planning import forecast
 from lightning_gnnpipe.planning.closed_forms import MESSAGE_S
 from lightning_gnnpipe.stages import Layers
 from lightning_gnnpipe.trainer import engine_host
-from tests.helpers.batches import draw_batch
+from tests.helpers.batches import GraphModule, draw_batch
 from tests.helpers.observed import (
     NUM_CLASSES,
     NUM_FEATURES,
@@ -288,6 +289,7 @@ def test_layers_are_timed_as_they_train(
         ("gcn", 1, {}, False, False),
         ("gat", 4, {"exact_in_chunks": True}, True, False),
         ("gat", 4, {"memory_gib": 8.0}, True, False),
+        ("wide", 1, {}, True, False),  # features are made once
     ],
 )
 def test_tensors_that_the_system_clears_for_each_use_are_said(
@@ -300,9 +302,26 @@ def test_tensors_that_the_system_clears_for_each_use_are_said(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(engine_host, "LARGE_BYTES", 640)
-    monkeypatch.setattr(engine_host, "is_glibc", lambda: is_glibc)
+    monkeypatch.setattr(engine_host, "uses_glibc_malloc", lambda: is_glibc)
     monkeypatch.setattr(engine_host, "rank_zero_info", print)
-    net = GNN(NUM_FEATURES, WIDTH, NUM_CLASSES, NUM_LAYERS, conv=conv)
+    width, conv = (1, "gcn") if conv == "wide" else (WIDTH, conv)
+    net = GNN(NUM_FEATURES, width, NUM_CLASSES, NUM_LAYERS, conv=conv)
     module = NodeClassifier(net, NUM_CLASSES)
     fit(1, num_chunks=num_chunks, module=module, max_epochs=1, strategy=options)
     assert capfd.readouterr().out.count("LD_PRELOAD=libtcmalloc_minimal.so.4") == is_said
+
+
+def test_batches_without_edges_in_the_call_are_told_as_well(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A network that finds neighbours by itself takes nodes and their graphs alone."""
+    monkeypatch.setattr(engine_host, "LARGE_BYTES", 0)
+    monkeypatch.setattr(engine_host, "uses_glibc_malloc", lambda: True)
+    monkeypatch.setattr(engine_host, "rank_zero_info", print)
+    trainer = make_trainer(1, 2, max_epochs=1)
+    trainer.fit(GraphModule("vig max_relative"), DataLoader([draw_batch([3, 4])], batch_size=None))
+    assert capfd.readouterr().out.count("LD_PRELOAD=libtcmalloc_minimal.so.4") == 1
+
+
+def test_whose_malloc_it_is_is_known() -> None:
+    assert uses_glibc_malloc() == (platform.libc_ver()[0] == "glibc")

@@ -2,9 +2,9 @@
 
 from lightning_gnnpipe.chunks.allocator import (
     LARGE_BYTES,
-    is_glibc,
     return_freed_memory,
     return_memory_at_once,
+    uses_glibc_malloc,
 )
 from lightning_gnnpipe.chunks.captured import CapturedChunks, SeedOf, can_capture
 from lightning_gnnpipe.chunks.costs import LayerCost, StepCosts

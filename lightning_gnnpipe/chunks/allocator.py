@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import suppress
+from typing import Any
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
 _LEAST_BYTES = 2**20
 LARGE_BYTES = 2**25  # pieces of more go back to the system, which clears them for the next use
 
 
-def is_glibc() -> bool:
-    """Whether malloc is glibc's, and not tcmalloc's, which keeps large pieces as well."""
+def uses_glibc_malloc() -> bool:
+    """Whether memory comes from glibc, and not from a library in its place, such as tcmalloc."""
     try:
-        library = ctypes.CDLL(None)
-    except (OSError, TypeError):
+        used, glibcs = (ctypes.CDLL(name).malloc for name in (None, "libc.so.6"))
+    except (AttributeError, OSError, TypeError):
         return False
-    return hasattr(library, "gnu_get_libc_version") and not hasattr(library, "tc_malloc")
+    return _address(used) == _address(glibcs)
 
 
 def return_freed_memory() -> None:
     """Return what is free now to the system."""
-    with suppress(AttributeError, OSError, TypeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
+    for name, arguments in (("malloc_trim", (0,)), ("MallocExtension_ReleaseFreeMemory", ())):
+        with suppress(AttributeError, OSError, TypeError):  # another C library; no tcmalloc
+            getattr(ctypes.CDLL(None), name)(*arguments)
 
 
 def return_memory_at_once() -> None:
@@ -31,3 +33,7 @@ def return_memory_at_once() -> None:
     with suppress(AttributeError, OSError, TypeError):
         for option in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
             ctypes.CDLL(None).mallopt(option, _LEAST_BYTES)
+
+
+def _address(function: Any) -> int | None:
+    return ctypes.cast(function, ctypes.c_void_p).value

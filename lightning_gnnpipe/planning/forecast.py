@@ -211,7 +211,9 @@ class Forecaster:
             edge_cut_frac=edge_cut_frac(self._edge_index, cut.assignment),
             link=self._target.link,
             chunk_times=times,
-            by_all_cores=self._costs.alone_s(recompute=self._options.recompute),
+            by_all_cores=self._costs.alone_s(
+                recompute=layouts[0].saved.get("recompute", self._options.recompute)
+            ),
         )
 
     def _layouts(self, num_devices: int) -> list[tuple[int, int, int]]:

@@ -139,7 +139,7 @@ class PipelinePlan:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What is fastest, and what speaks against the plan."""
+        """What to take, and what speaks against the plan."""
         best, own, advice = self.best, self.layout, []
         if not best.fits:
             least = f"{best.memory_bytes / _MIB:,.0f} MiB, with {best.options}"
@@ -176,7 +176,7 @@ class PipelinePlan:
             name = least
         if len(close) > 1:
             rest = " and ".join(f"{one}, {found[one]:.3f} s," for one in close if one != name)
-            yield f"{rest} may be as fast: forecasts are not as exact as that difference."
+            yield f"{rest} may take as long: forecasts are not as exact as that difference."
 
     def __str__(self) -> str:
         return "\n".join([*self._cut_lines(), *self._step_lines(), *self.advice])

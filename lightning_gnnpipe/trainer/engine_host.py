@@ -25,10 +25,10 @@ from lightning_gnnpipe.calls import Inputs, Kind
 from lightning_gnnpipe.chunks import (
     LARGE_BYTES,
     StepCosts,
-    is_glibc,
     num_cores,
     return_memory_at_once,
     threads_of_stage,
+    uses_glibc_malloc,
 )
 from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.engine import PipelineEngine, RunState, SavedRun
@@ -316,7 +316,7 @@ def _tell_start(
     """Say the layout, and what a step takes if `costs` were measured.
 
     Warn if another layout is faster, if stages wait for one layer, or if gradients of weights are a
-    large part of what is sent.
+    large part of what is sent. Say where another malloc would be faster.
     """
     root, options = trainer.lightning_module, run.given
     sent = split.step_bytes(root, get_codecs(options.cut_codec))
@@ -346,8 +346,8 @@ def _tell_start(
         _say(
             trainer,
             "Some tensors have more than 32 MiB, which glibc's malloc takes anew from the system "
-            "at each use. With LD_PRELOAD=libtcmalloc_minimal.so.4 in the environment (package "
-            "libtcmalloc-minimal4) a step often takes half the time.",
+            "at each use. With LD_PRELOAD=libtcmalloc_minimal.so.4 in the environment (Debian's "
+            "libtcmalloc-minimal4) steps may take less than half the time.",
         )
 
 
@@ -357,12 +357,16 @@ def _clears_tensors(
     """Whether the system clears the memory of a chunk's largest tensors for each use."""
     if inputs.edge_index.device.type != "cpu" or options.saves_memory or options.memory_gib:
         return False
-    values = split.layers.values.values()
+    layers = split.layers
+    names = {*layers.outputs, *(name for crossing in layers.crossing for name in crossing)}
+    values = [layers.values[name] for name in names]
     row_bytes = max((one.row_bytes for one in values if one.kind is Kind.NODE), default=0)
     num_rows, convs = inputs.num_nodes, find_convs(split.module).values()
     if any(linear_rule(conv) is None for conv in convs):  # it makes a message per edge
-        num_rows = max(num_rows, *inputs.edge_sizes)
-    return row_bytes * num_rows > LARGE_BYTES * num_chunks * split.num_shards and is_glibc()
+        num_rows = max((num_rows, *inputs.edge_sizes))
+    return (
+        row_bytes * num_rows > LARGE_BYTES * num_chunks * split.num_shards and uses_glibc_malloc()
+    )
 
 
 def _say(trainer: pl.Trainer, text: str) -> None:
