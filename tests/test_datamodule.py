@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData, InMemoryDataset
 
@@ -256,5 +258,10 @@ def test_features_are_looked_at_block_by_block(
         prepare_graph(data, tmp_path / "graph", num_chunks=2)
     assert largest.numbers < x.numel() // 4
     x[150, 3] = torch.nan
-    with pytest.warns(UserWarning, match=r"^'x' is nan at node 150, column 3\. Unless"):
+    with pytest.warns(UserWarning, match=r"^'x' is nan at node 150, column 3\. Unless") as warned:
+        FullGraphDataModule(Data(x=x, edge_index=edge_index))
+    assert [one.filename for one in warned] == [__file__]
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the first process has said so
         FullGraphDataModule(Data(x=x, edge_index=edge_index))
