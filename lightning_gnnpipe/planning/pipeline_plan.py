@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -158,24 +159,37 @@ class PipelinePlan:
         """Whether one device with a thread a core was timed, and fits."""
         return self.by_all_cores > 0 and self.layouts[0].fits
 
-    def _rank_times(self) -> Iterator[str]:
-        """Yield what is fastest, and what is as fast as far as a forecast can tell."""
+    @property
+    def _seconds(self) -> dict[str, float]:
+        """Seconds of a step by what is to be written, of what fits; one device first."""
         found = {one.options: one.step_s for one in self.layouts if one.fits}
-        one_device = self.layouts[0].options
-        all_cores = f"{one_device} with a thread a core"
         if self._is_alone_known:
-            found[all_cores] = self.by_all_cores
+            found[self._all_cores] = self.by_all_cores
+        return found
+
+    @property
+    def _all_cores(self) -> str:
+        return f"{self.layouts[0].options} with a thread a core"
+
+    @property
+    def _taken(self) -> str:
+        """What to take: the fastest, or one device if it may be as fast."""
+        found, alone = self._seconds, (self.layouts[0].options, self._all_cores)
         least = min(found, key=found.__getitem__)
-        close = [name for name, step_s in found.items() if step_s <= CLOSE * found[least]]
-        alone = [name for name in (one_device, all_cores) if name in close]
-        if alone and least not in alone:
-            name = min(alone, key=found.__getitem__)
-            yield f"Take {name}, {found[name]:.3f} s per step: it is exact and starts sooner."
+        close = [one for one in alone if found.get(one, math.inf) <= CLOSE * found[least]]
+        return least if least in alone or not close else min(close, key=found.__getitem__)
+
+    def _rank_times(self) -> Iterator[str]:
+        """Yield what to take, and what is as fast as far as a forecast can tell."""
+        found, taken = self._seconds, self._taken
+        least_s = min(found.values())
+        if found[taken] == least_s:
+            yield f"Fastest: {taken}, {least_s:.3f} s per step."
         else:
-            yield f"Fastest: {least}, {found[least]:.3f} s per step."
-            name = least
+            yield f"Take {taken}, {found[taken]:.3f} s per step: it starts sooner, and is exact."
+        close = [one for one, step_s in found.items() if step_s <= CLOSE * least_s]
         if len(close) > 1:
-            rest = " and ".join(f"{one}, {found[one]:.3f} s," for one in close if one != name)
+            rest = " and ".join(f"{one}, {found[one]:.3f} s," for one in close if one != taken)
             yield f"{rest} may take as long: forecasts are not as exact as that difference."
 
     def __str__(self) -> str:
@@ -199,21 +213,22 @@ class PipelinePlan:
         return lines
 
     def _step_lines(self) -> list[str]:
-        """Return one line a layout; the layout of the plan is in brackets, the best has a star."""
+        """Return one line a layout; that of the plan is in brackets, the one to take has a star."""
         rows = [("", "seconds", "bytes", "idle", "MiB")]
-        is_beaten = self._is_alone_known and self.by_all_cores < self.best.step_s
+        taken = self._taken if self.best.fits else self.best.options
         for one in self.layouts:
             name = f"[{one}]" if one is self.layout else str(one)
             memory = f"{one.memory_bytes / _MIB:,.1f}" + ("" if one.fits else " (too much)")
             idle = f"{one.bubble_frac:.1%}"
-            mark = "* " if one is self.best and not is_beaten else "  "
+            mark = "* " if one.options == taken else "  "
             rows.append((mark + name, f"{one.step_s:.3f}", f"{one.step_bytes:,}", idle, memory))
             if one is self.layouts[0] and self._is_alone_known:
-                mark, shown = "* " if is_beaten else "  ", f"{self.by_all_cores:.3f}"
+                mark = "* " if taken == self._all_cores else "  "
+                shown = f"{self.by_all_cores:.3f}"
                 rows.append((mark + "the same, a thread a core", shown, "0", "0.0%", memory))
         return [
             f"A training step without loss, optimizer and validation, with links of {self.link}. "
-            "*: the fastest; [ ]: the plan above.",
+            "*: what to take; [ ]: the plan above.",
             *align(rows, left=0),
         ]
 
