@@ -311,6 +311,19 @@ def test_tensors_that_the_system_clears_for_each_use_are_said(
     assert capfd.readouterr().out.count("LD_PRELOAD=libtcmalloc_minimal.so.4") == is_said
 
 
+@pytest.mark.parametrize("options", [{}, {"exact_in_chunks": True}, {"memory_gib": 8.0}])
+@pytest.mark.parametrize("is_glibc", [False, True])
+def test_what_saves_memory_is_told_of_another_malloc(
+    options: dict[str, Any],
+    is_glibc: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(engine_host, "uses_glibc_malloc", lambda: is_glibc)
+    fit(1, max_epochs=1, strategy=options)
+    assert ("through glibc's malloc" in caplog.text) == (bool(options) and not is_glibc)
+
+
 def test_batches_without_edges_in_the_call_are_told_as_well(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
 _LEAST_BYTES = 2**20
-LARGE_BYTES = 2**25  # pieces of more go back to the system, which clears them for the next use
+LARGE_BYTES = 2**25  # larger pieces go back to the system, which clears them for the next use
 
 
 def uses_glibc_malloc() -> bool:
@@ -22,9 +22,8 @@ def uses_glibc_malloc() -> bool:
 
 def return_freed_memory() -> None:
     """Return what is free now to the system."""
-    for name, arguments in (("malloc_trim", (0,)), ("MallocExtension_ReleaseFreeMemory", ())):
-        with suppress(AttributeError, OSError, TypeError):  # another C library; no tcmalloc
-            getattr(ctypes.CDLL(None), name)(*arguments)
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def return_memory_at_once() -> None:

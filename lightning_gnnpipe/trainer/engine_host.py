@@ -131,6 +131,13 @@ class EngineHost:
                 "compiled.",
                 ", ".join(compiled),
             )
+        saves_memory = options.memory_gib is not None or options.saves_memory
+        is_on_host = self._strategy.root_device.type == "cpu"
+        if is_fitting and is_on_host and saves_memory and not uses_glibc_malloc():
+            Fallbacks(log, is_quiet=not trainer.is_global_zero).tell(
+                "Peaks of memory may be higher: memory_gib, exact_in_chunks and table_folder "
+                "return memory through glibc's malloc, and another one is loaded."
+            )
         if is_fitting and options.memory_gib is not None:
             return_memory_at_once()
         self._found = find_pipelined(module, options.pipelined_module)
@@ -355,7 +362,8 @@ def _clears_tensors(
     split: Split, options: StrategyOptions, inputs: Inputs, num_chunks: int
 ) -> bool:
     """Whether the system clears the memory of a chunk's largest tensors for each use."""
-    if inputs.edge_index.device.type != "cpu" or options.saves_memory or options.memory_gib:
+    saves_memory = options.memory_gib is not None or options.saves_memory
+    if inputs.edge_index.device.type != "cpu" or saves_memory:
         return False
     layers = split.layers
     names = {*layers.outputs, *(name for crossing in layers.crossing for name in crossing)}
