@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -238,6 +239,17 @@ def test_one_device_with_all_cores_is_a_row(factor: float, is_alone: bool) -> No
     assert first.startswith("Take " if is_close else "Fastest: ")
     assert ("devices=1" in first) == ("with a thread a core" in first) == (is_alone or is_close)
     assert ("may take as long" in second and "devices=2" in second) == is_close
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.1, 9.0])
+def test_a_plain_trainer_is_a_row(factor: float) -> None:
+    plan = plan_of(num_devices=2)
+    assert plan.by_pyg > 0
+    least = min([one.step_s for one in plan.layouts] + [plan.by_all_cores or math.inf])
+    plan = replace(plan, by_pyg=factor * least)
+    [row] = [line for line in str(plan).splitlines() if line.startswith("  plain Trainer ")]
+    assert f"{plan.by_pyg:.3f}" in row
+    assert any("A plain Trainer" in line for line in plan.advice) == (factor < 9)
 
 
 def test_layers_that_must_stay_together_are_not_cut_apart() -> None:

@@ -71,8 +71,9 @@ class StepCosts:
     """Costs of a training step over all nodes: of layers, and of recomputing values, by name.
 
     They are measured in `num_chunks` chunks. `is_disturbed`: no idle machine takes such times.
-    `by_all_cores`: of layers on one chunk with a thread a core; empty if not measured. `taken_s`:
-    seconds that a stage spends on receiving a chunk. `edges`: by default GCN's.
+    `by_all_cores`: of layers on one chunk with a thread a core; `by_pyg`: of layers as PyG computes
+    them, on all nodes; empty if not measured. `taken_s`: seconds that a stage spends on receiving a
+    chunk. `edges`: by default GCN's.
     """
 
     layers: tuple[LayerCost, ...]
@@ -81,6 +82,7 @@ class StepCosts:
     sizes: InputSizes = field(default_factory=InputSizes)
     is_disturbed: bool = False
     by_all_cores: tuple[LayerCost, ...] = ()
+    by_pyg: tuple[LayerCost, ...] = ()
     taken_s: float = 0.0
     edges: EdgeBytes = _OF_GCN
 

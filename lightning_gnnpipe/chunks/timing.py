@@ -66,12 +66,14 @@ def measure_costs(
     is_tight: bool = False,
     mapped: Collection[int] | None = None,
     shares_cores: bool = False,
+    beside_pyg: bool = False,
 ) -> StepCosts:
     """Time layers in the chunks of `cut`, or in about so many, and in one.
 
     In large chunks one more adds no time. `is_tight`: one layer on all nodes may not fit.
     `mapped`: addresses of arguments in memory-mapped files; None if the plan is not in files.
     `shares_cores`: time the layers with a thread a core as well, as one device alone would compute.
+    `beside_pyg`: time the layers as PyG computes them as well, on edges of an `edge_index`.
     """
     plan: ChunkPlan | BatchPlan
     other: ChunkPlan | BatchPlan
@@ -98,6 +100,10 @@ def measure_costs(
     found = costs[plan.num_chunks]
     if other.num_chunks != plan.num_chunks:
         found = found.with_overhead(costs[other.num_chunks])
+    fewest, largest = cuts[0]
+    if beside_pyg and fewest == 1 and not call.matrices:
+        plain = measure_layers(module, layers, largest, call, inputs, histories, is_plain=True)
+        found = replace(found, by_pyg=plain.layers)
     is_slower = inputs.edge_index.device.type == "cpu" and torch.get_num_threads() < num_cores()
     if shares_cores and is_slower and other.num_chunks == 1 and not forks:
         with computing_with(num_cores()):
@@ -141,12 +147,14 @@ def measure_layers(
     inputs: Inputs,
     histories: HistoryOptions,
     edges: GraphEdges | None = None,
+    *,
+    is_plain: bool = False,
 ) -> StepCosts:
     """Time layers, and values that stages may compute again, on a middle-sized chunk.
 
     Layers that differ only in the values of their weights take the same time, the median of the
     first four: later ones do not run. A batch of graphs has no histories. `edges`: of the plan, if
-    training uses them as well.
+    training uses them as well. `is_plain`: PyG's own code computes the layers, of one chunk.
     """
     store: _Zeros | None = None
     batch: BatchInputs | PlannedInputs
@@ -154,9 +162,13 @@ def measure_layers(
     if isinstance(plan, BatchPlan):
         batch, context = BatchInputs(call, inputs, plan), NativeContext(1)  # plain BatchNorm
     else:
-        batch, store = PlannedInputs(plan), _Zeros(plan, histories)
+        batch = PlannedInputs(plan)
         batch.load(call, inputs)
-        context = MessageContext(store, plan, edges)
+        if is_plain:
+            context = NativeContext(1)
+        else:
+            store = _Zeros(plan, histories)
+            context = MessageContext(store, plan, edges)
         context.leaves = batch
     parts = [part_of(layers.segments[i], (name,)) for name, i in layers.repeatable.items()]
     segments = (*layers.segments, *parts)

@@ -150,6 +150,7 @@ class Forecaster:
             is_tight=target.memory_gib is not None or self._options.exact_in_chunks,
             mapped=target.mapped,
             shares_cores=True,
+            beside_pyg=True,
         )
 
     def _cut(self, num_chunks: int) -> _Cut:
@@ -214,6 +215,7 @@ class Forecaster:
             by_all_cores=self._costs.alone_s(
                 recompute=layouts[0].saved.get("recompute", self._options.recompute)
             ),
+            by_pyg=sum(one.compute_s for one in self._costs.by_pyg),
         )
 
     def _layouts(self, num_devices: int) -> list[tuple[int, int, int]]:

@@ -117,6 +117,8 @@ class PipelinePlan:
             shards together. The first is the plan's own number.
         by_all_cores: Seconds of a step on one device with one chunk and a thread a core; 0 if the
             layouts have such threads, or it was not measured.
+        by_pyg: Seconds of a step of the layers as PyG computes them in a plain Trainer; 0 if it was
+            not measured: the graph is large, or its edges are a sparse matrix.
     """
 
     layout: LayoutForecast
@@ -132,6 +134,7 @@ class PipelinePlan:
     link: Link
     chunk_times: Mapping[int, float]
     by_all_cores: float = 0.0
+    by_pyg: float = 0.0
 
     @property
     def best(self) -> LayoutForecast:
@@ -147,6 +150,7 @@ class PipelinePlan:
             advice.append(f"No layout fits into the memory. Use more devices: {least}.")
         else:
             advice += self._rank_times()
+            advice += self._compare_pyg()
             advice.append(TIMED_ALONE)
         if own.step_bytes > min(own.bytes_by_weights.values()):
             advice.append(compare_weights(own.bytes_by_weights))
@@ -192,6 +196,11 @@ class PipelinePlan:
             rest = " and ".join(f"{one}, {found[one]:.3f} s," for one in close if one != taken)
             yield f"{rest} may take as long: forecasts are not as exact as that difference."
 
+    def _compare_pyg(self) -> Iterator[str]:
+        """Yield that a plain Trainer may be as fast, if that is so."""
+        if 0 < self.by_pyg <= CLOSE * self._seconds[self._taken]:
+            yield f"A plain Trainer, {self.by_pyg:.3f} s, may take as long or less."
+
     def __str__(self) -> str:
         return "\n".join([*self._cut_lines(), *self._step_lines(), *self.advice])
 
@@ -215,6 +224,8 @@ class PipelinePlan:
     def _step_lines(self) -> list[str]:
         """Return one line a layout; that of the plan is in brackets, the one to take has a star."""
         rows = [("", "seconds", "bytes", "idle", "MiB")]
+        if self.by_pyg:
+            rows.append(("  plain Trainer", f"{self.by_pyg:.3f}", "0", "0.0%", "-"))
         taken = self._taken if self.best.fits else self.best.options
         for one in self.layouts:
             name = f"[{one}]" if one is self.layout else str(one)

@@ -283,6 +283,15 @@ def test_one_device_is_timed_with_a_thread_a_core_where_that_cannot_hang(
     assert again_s - once_s == pytest.approx(sum(one.forward_s for one in found.by_all_cores))
 
 
+def test_layers_are_also_timed_as_pyg_computes_them() -> None:
+    """PyG's GCN has autograd keep the weight of each edge, fused aggregation nothing of edges."""
+    _, found = measure(Net(), cut=1, beside_pyg=True)
+    assert len(found.by_pyg) == len(found.layers)
+    more = [a.saved_bytes - b.saved_bytes for a, b in zip(found.by_pyg, found.layers, strict=True)]
+    assert min(more) >= 4 * N * 4, more
+    assert not measure(Net(), cut=1, beside_pyg=False)[1].by_pyg
+
+
 @pytest.mark.parametrize("is_large", [False, True])
 def test_a_number_of_large_chunks_is_compared_with_smaller_ones(
     is_large: bool, monkeypatch: pytest.MonkeyPatch

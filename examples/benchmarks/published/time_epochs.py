@@ -1,16 +1,17 @@
-"""Seconds an epoch of each setting: a plain Trainer, one device with one chunk, and two stages.
+"""Seconds an epoch of each setting: a plain Trainer, one device with one chunk, two stages.
 
     python examples/benchmarks/published/time_epochs.py --root DIR
 
 Runs them in turn, one thread a process, without validation, and writes OUTPUT/times.md: the median
-over the epochs of all rounds after those without staleness. Nothing else should run meanwhile.
+over the epochs of all rounds after those without staleness. One device is timed with two threads as
+well: two stages use two cores. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
 import argparse
 import json
@@ -33,7 +34,12 @@ from quiet import silence_lightning
 from run_setting import NUM_EXACT, train
 from settings import Setting, read_settings
 
-WAYS = {"plain": 1, "exact": 1, "pipeline": 2}  # method and devices
+WAYS = {  # method, devices, and threads of each
+    "plain": ("plain", 1, 1),
+    "one": ("exact", 1, 1),
+    "one, two threads": ("exact", 1, 2),
+    "stages": ("pipeline", 2, 1),
+}
 NUM_TIMED = 10  # epochs of a run, after the exact ones and one to warm up
 TIMEOUT_S = 900
 
@@ -62,7 +68,7 @@ def main() -> None:
         time_once(settings[0], options.way, options.root)
         return
     lines = [
-        "| setting | plain, s | one device, one chunk, s | two stages, s | over one device |",
+        "| setting | plain, s | one device, one chunk, s | two threads, s | two stages, s |",
         "| --- | --- | --- | --- | --- |",
     ]
     for setting in settings:
@@ -70,8 +76,7 @@ def main() -> None:
         for _ in range(options.rounds):
             for way, seconds in found.items():
                 seconds += start(setting, way, options.root)
-        plain, one, stages = (statistics.median(seconds) for seconds in found.values())
-        cells = f"{plain:.3f} | {one:.3f} | {stages:.3f} | {stages / one:.2f}"
+        cells = " | ".join(f"{statistics.median(seconds):.3f}" for seconds in found.values())
         lines.append(f"| {setting.name} | {cells} |")
         print(lines[-1], flush=True)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -82,7 +87,10 @@ def start(setting: Setting, way: str, root: str | None) -> Sequence[float]:
     """Return the seconds of each epoch of one run, in processes of its own."""
     command = [sys.executable, __file__, f"--settings={setting.name}", f"--way={way}"]
     command += [f"--root={root}"] if root else []
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    env = os.environ | {"OMP_NUM_THREADS": str(WAYS[way][2])}
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])
     seconds: list[float] = json.loads(done.stdout.strip().splitlines()[-1])
@@ -91,12 +99,13 @@ def start(setting: Setting, way: str, root: str | None) -> Sequence[float]:
 
 def time_once(setting: Setting, way: str, root: str | None) -> None:
     """Print the seconds of each epoch but the first ones; on the first rank."""
-    torch.set_num_threads(1)
+    method, num_stages, num_threads = WAYS[way]
+    torch.set_num_threads(num_threads)
     silence_lightning()
     warnings.filterwarnings("ignore", module="lightning")
     times = Times()
     setting = replace(setting, epochs=NUM_EXACT + NUM_TIMED + 2)
-    train(setting, way, 0, root, times, num_stages=WAYS[way], validates=False)
+    train(setting, method, 0, root, times, num_stages=num_stages, validates=False)
     if int(os.environ.get("LOCAL_RANK", 0)) == 0:
         print(json.dumps([b - a for a, b in pairwise(times.starts)][-NUM_TIMED:]), flush=True)
 
