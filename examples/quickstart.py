@@ -57,7 +57,7 @@ class Result:
     """What a run reached, and how long its training steps took."""
 
     test_acc: float
-    epoch_s: float
+    steps_s: list[float]
     stats: PipelineStats | None = None
     picture: Path | None = None
 
@@ -124,7 +124,7 @@ def train_exactly(
     timer = EpochTimer()
     trainer = build_trainer(name, options, [timer], devices=1, strategy=strategy)
     test_acc = fit_and_test(trainer, datamodule, options)
-    return Result(test_acc, timer.median_s(NUM_UNTIMED_EPOCHS))
+    return Result(test_acc, timer.epochs_s[NUM_UNTIMED_EPOCHS:])
 
 
 def train_pipeline(
@@ -148,8 +148,8 @@ def train_pipeline(
         strategy=GNNPipeStrategy(num_chunks=options.chunks),
     )
     test_acc = fit_and_test(trainer, datamodule, options)
-    epoch_s = timer.median_s(NUM_EXACT_EPOCHS + NUM_UNTIMED_EPOCHS)
-    result = Result(test_acc, epoch_s, step_stats.stats, timeline.png_path)
+    steps_s = timer.epochs_s[NUM_EXACT_EPOCHS + NUM_UNTIMED_EPOCHS :]
+    result = Result(test_acc, steps_s, step_stats.stats, timeline.png_path)
     return result, trainer.is_global_zero
 
 
@@ -204,10 +204,6 @@ class EpochTimer(L.Callback):
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self.epochs_s.append(time.perf_counter() - self._start_s)
 
-    def median_s(self, first_epoch: int) -> float:
-        """Return the median over the epochs from ``first_epoch`` on."""
-        return statistics.median(self.epochs_s[first_epoch:])
-
 
 class StepStats(L.Callback):
     """Keep bytes and bubble share of the last training step; all ranks take part."""
@@ -228,7 +224,7 @@ def report(
     """Print the table, and where the timeline was drawn."""
     stats, num_stages, num_chunks = pipeline.stats, options.stages, options.chunks
     assert stats is not None
-    runs = [*(exact or 3 * [Result(float("nan"), float("nan"))]), pipeline]
+    runs = [*(exact or 3 * [Result(float("nan"), [float("nan")])]), pipeline]
     kinds = ("forward", "backward", "output", "weight_grad")
     measured_bytes = sum(stats.bytes_by_kind.get(kind, 0) for kind in kinds)
     row_bytes = options.channels * FLOAT_BYTES * (num_stages - 1)
@@ -251,12 +247,13 @@ def report(
     add = table.add_row
     add("threads", "1", "1", f"{options.cores}", " + ".join(["1"] * num_stages))
     add("test accuracy", *(f"{run.test_acc:.1%}" for run in runs))
-    add("seconds a step", *(f"{run.epoch_s:.3f}" for run in runs))
+    add("seconds a step", *(f"{statistics.median(run.steps_s):.3f}" for run in runs))
+    add("least, most", *(f"{min(run.steps_s):.2f}, {max(run.steps_s):.2f}" for run in runs))
     add("bytes measured", "0", "0", "0", f"{measured_bytes:,}")
     add("bytes by formula", "0", "0", "0", f"{formula_bytes:,}")
-    add(f"graph parallel, {num_stages}", "", "", "", f"{graph_bytes:,}")
+    add("graph parallelism", "", "", "", f"{graph_bytes:,}")
     add("idle share", "", "", "", f"{stats.bubble_frac:.1%}")
-    add("at least", "", "", "", f"{bubble_frac:.1%}")
+    add("at best", "", "", "", f"{bubble_frac:.1%}")
 
     console = Console()
     console.print(table)

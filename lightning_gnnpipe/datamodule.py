@@ -21,7 +21,7 @@ from torch_geometric.data import Data, Dataset, HeteroData
 from torch_geometric.data.data import BaseData
 from torch_geometric.utils import index_to_mask, is_sparse
 
-from lightning_gnnpipe.errors import ConfigError, GNNPipeError, GraphError
+from lightning_gnnpipe.errors import ConfigError, GNNPipeError, GraphError, checks_names
 from lightning_gnnpipe.graph import (
     check_edges,
     cut_in_turn,
@@ -65,6 +65,7 @@ class FullGraphDataModule(L.LightningDataModule):
         ConfigError: ``split`` or ``split_fracs`` is out of range.
     """
 
+    @checks_names
     def __init__(
         self,
         data: Data | Dataset | str | Path,

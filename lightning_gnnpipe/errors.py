@@ -8,8 +8,13 @@ names and values of options have advice on what to write instead.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable
 from difflib import get_close_matches
+from functools import wraps
+from inspect import Parameter, signature
+from typing import ParamSpec
+
+P = ParamSpec("P")
 
 _DEFAULT = "Leave 'staleness' out: its default, 'drift', takes its place."
 _INT8 = "Write 'int8' for smaller errors, or 'int1' for fewer bits."
@@ -89,14 +94,31 @@ def explain(*, expected: str, found: str, remedy: str) -> str:
     return f"Expected {expected} (got {found}). {remedy}"
 
 
-def refuse_removed(name: str, options: Mapping[str, object], known: Iterable[str]) -> None:
-    """Raise ConfigError if `options` of `name` were removed; TypeError if they never existed."""
-    for option in options:
-        if option not in REMOVED_OPTIONS:
+def checks_names(init: Callable[P, None]) -> Callable[P, None]:
+    """Decorate a constructor so that it says what to write in place of an unknown option.
+
+    Raises:
+        TypeError: If an option never existed, or has to be named.
+        ConfigError: If an option was removed.
+    """
+    known = signature(init).parameters
+    num_unnamed = sum(one.kind is not Parameter.KEYWORD_ONLY for one in known.values())
+
+    @wraps(init)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        for option in kwargs.keys() - known.keys():
+            if option in REMOVED_OPTIONS:
+                raise ConfigError(f"The option '{option}' was removed. {REMOVED_OPTIONS[option]}")
             near = [f". Did you mean '{one}'?" for one in get_close_matches(option, known, 1)]
-            text = f"{name}.__init__() got an unexpected keyword argument '{option}'"
+            text = f"{init.__qualname__}() got an unexpected keyword argument '{option}'"
             raise TypeError("".join([text, *near]))
-        raise ConfigError(f"The option '{option}' was removed. {REMOVED_OPTIONS[option]}")
+        if len(args) > num_unnamed == 1:  # all options need a name
+            owner, value = init.__qualname__.split(".")[0], repr(args[num_unnamed])
+            text = f"{owner}() got {value} without a name: write name={value}"
+            raise TypeError(f"{text}. help({owner}) lists the names.")
+        init(*args, **kwargs)
+
+    return checked
 
 
 def first_line(error: Exception) -> str:

@@ -17,7 +17,7 @@ from lightning.pytorch.plugins import Precision
 
 from lightning_gnnpipe.chunks import PipelineStats
 from lightning_gnnpipe.engine import PipelineEngine
-from lightning_gnnpipe.errors import refuse_removed
+from lightning_gnnpipe.errors import checks_names
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.planning import PipelinePlan, plan_pipeline
 from lightning_gnnpipe.staleness import Staleness
@@ -137,10 +137,9 @@ class GNNPipeStrategy(PipelineHooks):
         cluster_environment: Starts the processes, or knows how they find each other.
         checkpoint_io: Writes and reads checkpoints.
         precision_plugin: Dtypes of computation.
-        removed: Names of earlier versions, each refused with what to write instead.
 
     Raises:
-        ConfigError: If an option cannot be right.
+        ConfigError: If an option cannot be right, or was removed.
 
     Examples:
         >>> import lightning as L
@@ -153,6 +152,7 @@ class GNNPipeStrategy(PipelineHooks):
         ... )
     """
 
+    @checks_names
     def __init__(
         self,
         *,
@@ -187,10 +187,8 @@ class GNNPipeStrategy(PipelineHooks):
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        **removed: Any,
     ) -> None:
         given = locals()
-        refuse_removed("GNNPipeStrategy", removed, given.keys() - {"self", "removed", "__class__"})
         options = StrategyOptions(**{f.name: given[f.name] for f in fields(StrategyOptions)})
         super().__init__(
             options,

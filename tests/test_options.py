@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from inspect import signature
 from typing import Any, get_args
 
 import lightning as L
@@ -175,6 +176,11 @@ def test_an_option_that_never_was_is_a_type_error() -> None:
         GNNPipeStrategy(num_chunk=4)
     with pytest.raises(TypeError, match=r"argument 'remove'$"):
         GNNPipeStrategy(remove=4)
+    with pytest.raises(TypeError, match=r"StalenessWarmup.* 'epochs'\. Did you mean 'num_epochs'"):
+        StalenessWarmup(epochs=4)
+    with pytest.raises(TypeError, match=r"^GNNPipeStrategy\(\) got 4 without a name: write name=4"):
+        GNNPipeStrategy(4)
+    assert not any("removed" in name for name in signature(GNNPipeStrategy).parameters)
 
 
 def test_other_names_are_as_unknown_as_ever() -> None:

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_gnnpipe.callbacks.staleness import PipeCallback, check_count
+from lightning_gnnpipe.errors import checks_names
 from lightning_gnnpipe.types import TrafficKind
 
 _MIB = 2**20
@@ -34,6 +35,7 @@ class StalenessMonitor(PipeCallback):
         >>> callback = StalenessMonitor()
     """
 
+    @checks_names
     def __init__(self, every_n_epochs: int = 1) -> None:
         super().__init__()
         check_count("every_n_epochs", every_n_epochs, 1)
@@ -99,6 +101,7 @@ class PipelineMonitor(PipeCallback):
         >>> callback = PipelineMonitor(every_n_epochs=5)
     """
 
+    @checks_names
     def __init__(self, every_n_epochs: int = 1, logs_staleness: bool = True) -> None:
         super().__init__()
         check_count("every_n_epochs", every_n_epochs, 1)

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import lightning.pytorch as pl
 from lightning.pytorch import Callback
 
-from lightning_gnnpipe.errors import ConfigError
+from lightning_gnnpipe.errors import ConfigError, checks_names
 from lightning_gnnpipe.strategy import GNNPipeStrategy
 
 RefreshHow = Literal["exact", "snapshot"]
@@ -62,6 +62,7 @@ class StalenessWarmup(PipeCallback):
         >>> callback = StalenessWarmup(num_epochs=10)
     """
 
+    @checks_names
     def __init__(self, num_epochs: int) -> None:
         super().__init__()
         check_count("num_epochs", num_epochs, 0)
@@ -93,6 +94,7 @@ class BoundedStaleness(PipeCallback):
         >>> callback = BoundedStaleness(sync_every_n_epochs=10)
     """
 
+    @checks_names
     def __init__(self, sync_every_n_epochs: int) -> None:
         super().__init__()
         check_count("sync_every_n_epochs", sync_every_n_epochs, 1)
@@ -139,6 +141,7 @@ class EmbeddingRefresh(PipeCallback):
         >>> callback = EmbeddingRefresh(every_n_epochs=10)
     """
 
+    @checks_names
     def __init__(self, every_n_epochs: int, how: RefreshHow = "exact") -> None:
         super().__init__()
         check_count("every_n_epochs", every_n_epochs, 1)

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
 from lightning_gnnpipe.callbacks.staleness import PipeCallback, check_count
 from lightning_gnnpipe.chunks import PipelineStats, TraceEvent, phases
-from lightning_gnnpipe.errors import explain
+from lightning_gnnpipe.errors import checks_names, explain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,6 +58,7 @@ class TimelineCallback(PipeCallback):
         >>> callback = TimelineCallback(epoch=20)
     """
 
+    @checks_names
     def __init__(self, epoch: int | None = None, dirpath: str | Path | None = None) -> None:
         super().__init__()
         if epoch is not None:
