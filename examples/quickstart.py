@@ -243,7 +243,7 @@ def report(
     table.add_column("plain\nTrainer", justify="right")
     for _ in range(2):
         table.add_column("one device,\none chunk", justify="right")
-    table.add_column(f"pipeline\n{num_stages} stages, {num_chunks} chunks", justify="right")
+    table.add_column(f"pipeline\n{num_stages} stages,\n{num_chunks} chunks", justify="right")
     add = table.add_row
     add("threads", "1", "1", f"{options.cores}", " + ".join(["1"] * num_stages))
     add("test accuracy", *(f"{run.test_acc:.1%}" for run in runs))
@@ -251,9 +251,9 @@ def report(
     add("least, most", *(f"{min(run.steps_s):.2f}, {max(run.steps_s):.2f}" for run in runs))
     add("bytes measured", "0", "0", "0", f"{measured_bytes:,}")
     add("bytes by formula", "0", "0", "0", f"{formula_bytes:,}")
-    add("graph parallelism", "", "", "", f"{graph_bytes:,}")
+    add("bytes of graph\nparallelism", "", "", "", f"{graph_bytes:,}")
     add("idle share", "", "", "", f"{stats.bubble_frac:.1%}")
-    add("at best", "", "", "", f"{bubble_frac:.1%}")
+    add("idle at best", "", "", "", f"{bubble_frac:.1%}")
 
     console = Console()
     console.print(table)

@@ -106,16 +106,16 @@ def checks_names(init: Callable[P, None]) -> Callable[P, None]:
 
     @wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        for option in kwargs.keys() - known.keys():
+        for option in (one for one in kwargs if one not in known):
             if option in REMOVED_OPTIONS:
                 raise ConfigError(f"The option '{option}' was removed. {REMOVED_OPTIONS[option]}")
             near = [f". Did you mean '{one}'?" for one in get_close_matches(option, known, 1)]
             text = f"{init.__qualname__}() got an unexpected keyword argument '{option}'"
             raise TypeError("".join([text, *near]))
-        if len(args) > num_unnamed == 1:  # all options need a name
-            owner, value = init.__qualname__.split(".")[0], repr(args[num_unnamed])
-            text = f"{owner}() got {value} without a name: write name={value}"
-            raise TypeError(f"{text}. help({owner}) lists the names.")
+        if len(args) > num_unnamed == 1:
+            owner, (_, first, *_) = init.__qualname__.split(".")[0], known
+            text = f"{owner}() takes each option by its name, such as {first}=..."
+            raise TypeError(f"{text}; help({owner}) lists them.")
         init(*args, **kwargs)
 
     return checked

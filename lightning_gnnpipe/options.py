@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
@@ -102,7 +103,9 @@ class StrategyOptions:
             value = getattr(self, name)
             is_name = isinstance(value, str) or not isinstance(value, _OTHER_VALUES.get(name, ()))
             if is_name and value not in choices:
-                remedy = advice_on(value) or "Choose one of them."
+                near = get_close_matches(value, choices, 1) if isinstance(value, str) else []
+                meant = f"Did you mean {near[0]!r}?" if near else "Choose one of them."
+                remedy = advice_on(value) or meant
                 _refuse(f"'{name}' to be one of {', '.join(choices)}", repr(value), remedy)
         self.messages.check()
         if not isinstance(self.repeat_encoder, bool) and self.repeat_encoder != "auto":

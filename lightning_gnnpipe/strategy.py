@@ -125,8 +125,8 @@ class GNNPipeStrategy(PipelineHooks):
         memory_gib: GiB that a process may take, beside Python and its libraries. Fit predicts its
             peak and, until it fits, chooses num_chunks, recompute, history_dtype="bfloat16" and
             exact_in_chunks, unless they are given; it refuses what would not fit. None (default):
-            no limit. Refused for batches of graphs and for shards, which `plan(memory_gib=...)`
-            compares with it.
+            no limit. On CPUs freed memory then goes back at once, for up to twice the time. Refused
+            for batches of graphs and for shards, which `plan(memory_gib=...)` compares with it.
         self_check: Compare the module in chunks with the whole module on a small graph before
             training, forward and backward, and refuse it where they differ.
         timeout: Longest wait for another rank before the run ends, a `timedelta`.

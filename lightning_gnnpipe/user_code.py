@@ -83,8 +83,8 @@ _NEW = "Make new tensors by x.new_zeros(x.size(0), 8) or torch.rand_like(x)."
 _REMEDIES = {
     "() takes 1 positional argument": _NEW,  # torch.zeros(x.size(1), 8)
     "() received an invalid combination of arguments": _NEW,
-    "item assignment": "Instead of h[mask] = new, write h = torch.where(mask.unsqueeze(-1), new, "
-    "h), which makes a new tensor.",
+    "item assignment": "Make a new tensor: instead of h[mask] = new, h = torch.where("
+    "mask.unsqueeze(-1), new, h); instead of h[:, :1] = new, h = torch.cat((new, h[:, 1:]), 1).",
     "the graph has no": "Use lists, objects and sparse features in training_step: they do not "
     "reach the pipelined module.",
     "'len' is not supported": "Write x.size(0) in place of len(x).",
@@ -94,7 +94,7 @@ _REMEDIES = {
 
 # Error texts of torch.fx, and descriptions of the user's line.
 _FAULTS = {
-    "item assignment": "an assignment to some rows of a tensor",
+    "item assignment": "an assignment to a part of a tensor",
     "control flow": "a decision on the values of a tensor (if, while, assert, bool)",
     "cannot be iterated": "a loop over a tensor",
     "'len' is not supported": "len() of a tensor",

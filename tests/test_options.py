@@ -11,7 +11,16 @@ import pytest
 import torch
 
 import lightning_gnnpipe
-from lightning_gnnpipe import BoundedStaleness, EmbeddingRefresh, GNNPipeStrategy, StalenessWarmup
+from lightning_gnnpipe import (
+    BoundedStaleness,
+    EmbeddingRefresh,
+    FullGraphDataModule,
+    GNNPipeStrategy,
+    PipelineMonitor,
+    StalenessMonitor,
+    StalenessWarmup,
+    TimelineCallback,
+)
 from lightning_gnnpipe.errors import REMOVED_CLASSES, REMOVED_OPTIONS, REMOVED_VALUES, ConfigError
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.staleness import METHODS, StalenessMethod
@@ -52,6 +61,7 @@ def test_defaults_are_those_of_the_strategy() -> None:
         ({"timeout": 10}, "'timeout' to be a positive datetime.timedelta"),
         ({"halo_codec": None}, "'halo_codec' to be one of fp32, .*, or a pair of them"),
         ({"cut_codec": ("bf16", "bf17")}, r"'cut_codec' to be one of .*got \('bf16', 'bf17'\)"),
+        ({"partition": "mettis"}, r"got 'mettis'\)\. Did you mean 'metis'\?"),
         ({"history_dtype": "int8"}, r"'history_dtype' to be one of bfloat16, .*got 'int8'"),
         ({"data_parallel": 0}, "'data_parallel' to be at least 1"),
         ({"data_parallel": True}, "'data_parallel' to be at least 1"),
@@ -176,11 +186,28 @@ def test_an_option_that_never_was_is_a_type_error() -> None:
         GNNPipeStrategy(num_chunk=4)
     with pytest.raises(TypeError, match=r"argument 'remove'$"):
         GNNPipeStrategy(remove=4)
-    with pytest.raises(TypeError, match=r"StalenessWarmup.* 'epochs'\. Did you mean 'num_epochs'"):
-        StalenessWarmup(epochs=4)
-    with pytest.raises(TypeError, match=r"^GNNPipeStrategy\(\) got 4 without a name: write name=4"):
+    with pytest.raises(
+        TypeError, match=r"takes each option by its name, such as num_stages=\.\.\.;"
+    ):
         GNNPipeStrategy(4)
     assert not any("removed" in name for name in signature(GNNPipeStrategy).parameters)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "right"),
+    [
+        (FullGraphDataModule, "sed", "seed"),
+        (StalenessWarmup, "epochs", "num_epochs"),
+        (EmbeddingRefresh, "every_n_epoch", "every_n_epochs"),
+        (BoundedStaleness, "sync_every", "sync_every_n_epochs"),
+        (StalenessMonitor, "every_epochs", "every_n_epochs"),
+        (PipelineMonitor, "log_staleness", "logs_staleness"),
+        (TimelineCallback, "epochs", "epoch"),
+    ],
+)
+def test_a_misspelled_option_says_which_was_meant(kind: Any, wrong: str, right: str) -> None:
+    with pytest.raises(TypeError, match=rf"argument '{wrong}'\. Did you mean '{right}'\?$"):
+        kind(**{wrong: 1})
 
 
 def test_other_names_are_as_unknown_as_ever() -> None:

@@ -230,7 +230,7 @@ def test_one_device_with_all_cores_is_a_row(factor: float, is_alone: bool) -> No
     seconds = zip(plan.layouts, (3.0, 2.0, 1.0), strict=True)
     layouts = tuple(replace(one, step_s=step_s) for one, step_s in seconds)
     plan = replace(plan, layouts=layouts, layout=layouts[-1])
-    plan = replace(plan, by_all_cores=factor * min(one.step_s for one in plan.layouts))
+    plan = replace(plan, by_all_cores=factor * layouts[-1].step_s, by_pyg=0.0)
     [row] = [line for line in str(plan).splitlines() if "the same, a thread a core" in line]
     assert row.startswith("* ") == (factor < 1.1) and str(plan).count("\n* ") == 1
     assert f"{plan.by_all_cores:.3f}" in row
@@ -241,15 +241,25 @@ def test_one_device_with_all_cores_is_a_row(factor: float, is_alone: bool) -> No
     assert ("may take as long" in second and "devices=2" in second) == is_close
 
 
-@pytest.mark.parametrize("factor", [0.5, 1.1, 9.0])
+@pytest.mark.parametrize("factor", [0.5, 1.01, 9.0])
 def test_a_plain_trainer_is_a_row(factor: float) -> None:
     plan = plan_of(num_devices=2)
     assert plan.by_pyg > 0
     least = min([one.step_s for one in plan.layouts] + [plan.by_all_cores or math.inf])
     plan = replace(plan, by_pyg=factor * least)
-    [row] = [line for line in str(plan).splitlines() if line.startswith("  plain Trainer ")]
+    [row] = [line for line in str(plan).splitlines() if "plain Trainer, a thread a core" in line]
+    assert row.startswith("* ") == (factor < 1) and str(plan).count("\n* ") == 1
     assert f"{plan.by_pyg:.3f}" in row
-    assert any("A plain Trainer" in line for line in plan.advice) == (factor < 9)
+    taken = plan.advice[0].startswith("Take a plain Trainer")
+    close = any(line.startswith("So may a plain Trainer") for line in plan.advice)
+    assert (taken, close) == (factor < 1, factor == 1.01)
+
+
+@pytest.mark.parametrize(
+    "options", [{"memory_gib": 8.0}, {"cross_chunk_edges": "drop"}, {"exact_in_chunks": True}]
+)
+def test_no_plain_trainer_is_timed_that_would_be_another(options: dict[str, Any]) -> None:
+    assert plan_of(**options).by_pyg == 0.0 and "plain Trainer" not in str(plan_of(**options))
 
 
 def test_layers_that_must_stay_together_are_not_cut_apart() -> None:

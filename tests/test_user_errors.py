@@ -275,7 +275,7 @@ MASKED = ("x", "edge_index", "train_mask")
 REFUSED: dict[str, tuple[Any, ...]] = {
     "rows written": (
         of(WritesRows, *MASKED),
-        r"assignment to some rows of a tensor at .*`x\[mask\] = 0.0`.*torch.where",
+        r"assignment to a part of a tensor at .*`x\[mask\] = 0.0`.*torch.where",
         of(SelectsRows, *MASKED),
     ),
     "two branches": (

@@ -24,6 +24,7 @@ class LayerCost:
         chunk_s: Seconds that one more chunk adds; 0 if not measured.
         is_sum: Whether it sums rows with weights.
         is_rounded: Whether `history_bytes` are of rounded histories.
+        running_bytes: The most that lives while it runs, `saved_bytes` included.
     """
 
     forward_s: float
@@ -34,6 +35,7 @@ class LayerCost:
     chunk_s: float = 0.0
     is_sum: bool = False
     is_rounded: bool = False
+    running_bytes: int = 0
 
     @property
     def compute_s(self) -> float:
@@ -71,8 +73,8 @@ class StepCosts:
     """Costs of a training step over all nodes: of layers, and of recomputing values, by name.
 
     They are measured in `num_chunks` chunks. `is_disturbed`: no idle machine takes such times.
-    `by_all_cores`: of layers on one chunk with a thread a core; `by_pyg`: of layers as PyG computes
-    them, on all nodes; empty if not measured. `taken_s`: seconds that a stage spends on receiving a
+    `by_all_cores`: of layers on one chunk with a thread a core; `by_pyg`: likewise of layers as
+    PyG computes them; empty if not measured. `taken_s`: seconds that a stage spends on receiving a
     chunk. `edges`: by default GCN's.
     """
 

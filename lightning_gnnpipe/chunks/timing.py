@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from lightning_gnnpipe.calls import Call, Inputs, Kind
 from lightning_gnnpipe.chunks.costs import InputSizes, LayerCost, StepCosts
 from lightning_gnnpipe.chunks.inputs import BatchInputs, PlannedInputs
+from lightning_gnnpipe.chunks.live import LiveBytes
 from lightning_gnnpipe.chunks.step import run_segments, unread_after
 from lightning_gnnpipe.chunks.threads import computing_with, forks, num_cores
 from lightning_gnnpipe.graph import (
@@ -51,6 +52,7 @@ _FLOAT = re.compile(r"\d+(\.\d+(e-?\d+)?|e-?\d+)")
 _MOST_RUNS = 5
 _TAKEN_S = 0.7e-3  # by gloo, between two processes that compute
 _LONGEST_S = 0.5  # for repeated runs of all layers
+_COUNTING_S = 0.1  # a run that takes longer takes as long while its bytes are counted
 _ENOUGH = 4  # layers of one form to time
 _LARGE_WORK = 2**20  # nodes and edges of a chunk that is as fast, for each of them, as any larger
 
@@ -73,7 +75,8 @@ def measure_costs(
     In large chunks one more adds no time. `is_tight`: one layer on all nodes may not fit.
     `mapped`: addresses of arguments in memory-mapped files; None if the plan is not in files.
     `shares_cores`: time the layers with a thread a core as well, as one device alone would compute.
-    `beside_pyg`: time the layers as PyG computes them as well, on edges of an `edge_index`.
+    `beside_pyg`: as PyG alone computes them as well, on the edges of an `edge_index`; with a thread
+    a core, and not on a large graph, where a message for each edge might not fit.
     """
     plan: ChunkPlan | BatchPlan
     other: ChunkPlan | BatchPlan
@@ -100,9 +103,11 @@ def measure_costs(
     found = costs[plan.num_chunks]
     if other.num_chunks != plan.num_chunks:
         found = found.with_overhead(costs[other.num_chunks])
-    fewest, largest = cuts[0]
-    if beside_pyg and fewest == 1 and not call.matrices:
-        plain = measure_layers(module, layers, largest, call, inputs, histories, is_plain=True)
+    fewest, whole = cuts[0]
+    is_small = inputs.num_nodes + sum(inputs.edge_sizes) <= _LARGE_WORK
+    if beside_pyg and is_small and fewest == 1 and not is_tight and not call.matrices and not forks:
+        with computing_with(num_cores()):
+            plain = measure_layers(module, layers, whole, call, inputs, histories, is_plain=True)
         found = replace(found, by_pyg=plain.layers)
     is_slower = inputs.edge_index.device.type == "cpu" and torch.get_num_threads() < num_cores()
     if shares_cores and is_slower and other.num_chunks == 1 and not forks:
@@ -215,6 +220,7 @@ class _Runs:
         self._known = set(values)  # names of what is given, or saved before
         self._forms = list(map(_form_of, segments))
         self._first_s = dict[Hashable, float]()  # by form
+        self._running = dict[Hashable, int]()  # bytes, by form
         self._seen, self._last = Counter[Hashable](), dict[Hashable, _Timed]()  # by form and shapes
         self._times, self._held = list[NDArray[np.float64]](), list[dict[str, Any]]()
 
@@ -245,7 +251,14 @@ class _Runs:
         num_runs = max(1, int(_LONGEST_S / num_timed / self._first_s[form]))
         if self._first_s[form] < 1.0:  # s; a longer run averages over other processes' load
             num_runs = max(num_runs, 4 - forms.count(form))  # at least three of each form
-        runs = [run() for _ in range(min(num_runs, _MOST_RUNS))]
+        runs = list[NDArray[np.float64]]()
+        if form not in self._running:
+            with LiveBytes() as live:
+                counted = run()
+            self._running[form] = live.most - live.now  # without outputs
+            if self._first_s[form] > _COUNTING_S:
+                runs.append(counted)
+        runs += [run() for _ in range(min(num_runs, _MOST_RUNS) - len(runs))]
         self._known |= {name for name, one in values.items() if _address(one) in saved}
         return np.min(runs, axis=0)  # load from other processes only adds time
 
@@ -255,8 +268,12 @@ class _Runs:
         for form in set(self._forms):
             same = [i for i, one in enumerate(self._forms) if one == form]
             found[same, :2] = np.nanmedian(found[same, :2], axis=0)
-        rows = zip(found.tolist(), self._held, strict=True)
-        return [LayerCost(ahead, back, round(size), **more) for (ahead, back, size), more in rows]
+        running = [round(scale * self._running[form]) for form in self._forms]
+        rows = zip(found.tolist(), self._held, running, strict=True)
+        return [
+            LayerCost(ahead, back, round(size), running_bytes=most, **more)
+            for (ahead, back, size), more, most in rows
+        ]
 
 
 class _Timed:

@@ -150,7 +150,7 @@ class Forecaster:
             is_tight=target.memory_gib is not None or self._options.exact_in_chunks,
             mapped=target.mapped,
             shares_cores=True,
-            beside_pyg=True,
+            beside_pyg=self._options.cross_chunk_edges == "keep" and not _has_caches(target.module),
         )
 
     def _cut(self, num_chunks: int) -> _Cut:
@@ -338,6 +338,11 @@ def _cut_checked(target: Target, *, is_cut: bool) -> Layers:
         if options.self_check and (is_cut or is_listed(module)):
             check_layers(module, layers, call, inputs, on_chunks=is_cut)
     return layers
+
+
+def _has_caches(module: nn.Module) -> bool:
+    """Whether PyG would compute some values once that are timed in each run."""
+    return any(getattr(conv, "cached", False) for conv in find_convs(module).values())
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -20,6 +20,7 @@ from lightning_gnnpipe.report import (
 from lightning_gnnpipe.types import Weights
 
 _MIB = 2**20
+_PLAIN = "a plain Trainer with a thread a core"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +118,9 @@ class PipelinePlan:
             shards together. The first is the plan's own number.
         by_all_cores: Seconds of a step on one device with one chunk and a thread a core; 0 if the
             layouts have such threads, or it was not measured.
-        by_pyg: Seconds of a step of the layers as PyG computes them in a plain Trainer; 0 if it was
-            not measured: the graph is large, or its edges are a sparse matrix.
+        by_pyg: Seconds of a step of the layers as PyG computes them in a plain Trainer, with a
+            thread a core. 0 if that was not measured: with more than a million nodes and edges, a
+            sparse matrix, caches of layers, or options that bound memory.
     """
 
     layout: LayoutForecast
@@ -150,7 +152,6 @@ class PipelinePlan:
             advice.append(f"No layout fits into the memory. Use more devices: {least}.")
         else:
             advice += self._rank_times()
-            advice += self._compare_pyg()
             advice.append(TIMED_ALONE)
         if own.step_bytes > min(own.bytes_by_weights.values()):
             advice.append(compare_weights(own.bytes_by_weights))
@@ -178,6 +179,8 @@ class PipelinePlan:
     @property
     def _taken(self) -> str:
         """What to take: the fastest, or one device if it may be as fast."""
+        if 0 < self.by_pyg <= min(self._seconds.values()):
+            return _PLAIN
         found, alone = self._seconds, (self.layouts[0].options, self._all_cores)
         least = min(found, key=found.__getitem__)
         close = [one for one in alone if found.get(one, math.inf) <= CLOSE * found[least]]
@@ -187,6 +190,9 @@ class PipelinePlan:
         """Yield what to take, and what is as fast as far as a forecast can tell."""
         found, taken = self._seconds, self._taken
         least_s = min(found.values())
+        if taken == _PLAIN:
+            yield f"Take {_PLAIN}, {self.by_pyg:.3f} s per step: no layout is faster."
+            return
         if found[taken] == least_s:
             yield f"Fastest: {taken}, {least_s:.3f} s per step."
         else:
@@ -195,11 +201,8 @@ class PipelinePlan:
         if len(close) > 1:
             rest = " and ".join(f"{one}, {found[one]:.3f} s," for one in close if one != taken)
             yield f"{rest} may take as long: forecasts are not as exact as that difference."
-
-    def _compare_pyg(self) -> Iterator[str]:
-        """Yield that a plain Trainer may be as fast, if that is so."""
-        if 0 < self.by_pyg <= CLOSE * self._seconds[self._taken]:
-            yield f"A plain Trainer, {self.by_pyg:.3f} s, may take as long or less."
+        if 0 < self.by_pyg <= CLOSE * found[taken]:
+            yield f"So may {_PLAIN}, {self.by_pyg:.3f} s."
 
     def __str__(self) -> str:
         return "\n".join([*self._cut_lines(), *self._step_lines(), *self.advice])
@@ -224,9 +227,11 @@ class PipelinePlan:
     def _step_lines(self) -> list[str]:
         """Return one line a layout; that of the plan is in brackets, the one to take has a star."""
         rows = [("", "seconds", "bytes", "idle", "MiB")]
-        if self.by_pyg:
-            rows.append(("  plain Trainer", f"{self.by_pyg:.3f}", "0", "0.0%", "-"))
         taken = self._taken if self.best.fits else self.best.options
+        if self.by_pyg:
+            mark = "* " if taken == _PLAIN else "  "
+            name = "plain Trainer, a thread a core"
+            rows.append((mark + name, f"{self.by_pyg:.3f}", "0", "0.0%", "-"))
         for one in self.layouts:
             name = f"[{one}]" if one is self.layout else str(one)
             memory = f"{one.memory_bytes / _MIB:,.1f}" + ("" if one.fits else " (too much)")
@@ -239,7 +244,8 @@ class PipelinePlan:
                 rows.append((mark + "the same, a thread a core", shown, "0", "0.0%", memory))
         return [
             f"A training step without loss, optimizer and validation, with links of {self.link}. "
-            "*: what to take; [ ]: the plan above.",
+            "*: what to take; [ ]: the plan above. MiB: of tensors; on CPUs, without memory_gib, "
+            "malloc may keep half as much again.",
             *align(rows, left=0),
         ]
 

@@ -354,7 +354,7 @@ def _tell_start(
             trainer,
             "Some tensors have more than 32 MiB, which glibc's malloc takes anew from the system "
             "at each use. With LD_PRELOAD=libtcmalloc_minimal.so.4 in the environment (Debian's "
-            "libtcmalloc-minimal4) steps may take less than half the time.",
+            "libtcmalloc-minimal4) steps may take half the time.",
         )
 
 

@@ -18,6 +18,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
 from types import TracebackType
@@ -298,8 +299,9 @@ def _shorten(exception: BaseException, *, keeps_rest: bool) -> None:
 def _end(launcher: Any) -> None:
     """Wait a few seconds for the started ranks to end with their own errors, then kill the rest."""
     deadline = time.monotonic() + _GRACE_S
-    while time.monotonic() < deadline and any(one.poll() is None for one in launcher.procs):
-        time.sleep(0.05)
+    with suppress(KeyboardInterrupt):  # a second Ctrl+C ends the wait
+        while time.monotonic() < deadline and any(one.poll() is None for one in launcher.procs):
+            time.sleep(0.05)
     launcher.kill(signal.SIGKILL)
 
 

@@ -292,6 +292,17 @@ def test_layers_are_also_timed_as_pyg_computes_them() -> None:
     assert not measure(Net(), cut=1, beside_pyg=False)[1].by_pyg
 
 
+def test_a_layer_that_runs_takes_more_than_it_saves() -> None:
+    """Attention makes more messages at a time than it saves, however many chunks there are."""
+    for conv in (gnn.GATConv, gnn.GCNConv):
+        net = Net((D, D, D))
+        net.convs = nn.ModuleList(conv(D, D) for _ in range(2))
+        _, found = measure(net)
+        assert all(one.running_bytes > one.saved_bytes > 0 for one in found.layers)
+        again = measure(net)[1].layers
+        assert [one.running_bytes for one in again] == [one.running_bytes for one in found.layers]
+
+
 @pytest.mark.parametrize("is_large", [False, True])
 def test_a_number_of_large_chunks_is_compared_with_smaller_ones(
     is_large: bool, monkeypatch: pytest.MonkeyPatch

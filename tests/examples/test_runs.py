@@ -69,8 +69,8 @@ def test_the_quickstart_prints_its_table_and_draws_the_timeline(tmp_path):
     others = 6 * (16 * 16 + 1) + 16 * 10 + 10 + 2
     expected = 2 * 1797 * 16 * 4 + 1797 * 10 * 4 + (2 * encoder + others) * 4
     assert measured == formula == ["0", "0", "0", f"{expected:,}"]
-    assert cells(text, "graph parallelism")[3] != "0"
-    assert cells(text, "at best")[3] == "11.1%"
+    assert cells(text, "bytes of graph")[3] != "0"
+    assert cells(text, "idle at best")[3] == "11.1%"
     assert (tmp_path / "timeline_epoch_29.png").read_bytes().startswith(b"\x89PNG")
 
 
