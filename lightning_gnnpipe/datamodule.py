@@ -340,7 +340,7 @@ def _check_rows(graph: Data, name: str, num_nodes: int) -> None:
 
 def _check_inputs(graph: Data) -> None:
     for name in ("x", "edge_attr", "edge_weight"):
-        _check_finite(name, graph.get(name), f"data.{name} = data.{name}.nan_to_num()", 4)
+        _check_finite(name, graph.get(name), f"data.{name} = data.{name}.nan_to_num()", 5)
 
 
 def _check_finite(name: str, values: object, remedy: str, stacklevel: int = 3) -> None:

@@ -75,7 +75,7 @@ class StepCosts:
     They are measured in `num_chunks` chunks. `is_disturbed`: no idle machine takes such times.
     `by_all_cores`: of layers on one chunk with a thread a core; `by_pyg`: likewise of layers as
     PyG computes them; empty if not measured. `taken_s`: seconds that a stage spends on receiving a
-    chunk. `edges`: by default GCN's.
+    chunk. `edges`: by default GCN's. `largest`: the work of the largest chunk, over the mean.
     """
 
     layers: tuple[LayerCost, ...]
@@ -87,6 +87,7 @@ class StepCosts:
     by_pyg: tuple[LayerCost, ...] = ()
     taken_s: float = 0.0
     edges: EdgeBytes = _OF_GCN
+    largest: float = 1.0
 
     @property
     def compute_s(self) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_gnnpipe._compat_torch import DispatchMode, pytree
 
@@ -15,7 +15,8 @@ from lightning_gnnpipe._compat_torch import DispatchMode, pytree
 class LiveBytes(DispatchMode):  # type: ignore[no-untyped-call]
     """Within the block, counts tensors that operations make, until nothing refers to them.
 
-    What an operation makes and frees within itself is not seen, nor are sparse tensors.
+    What an operation makes and frees within itself is not seen, nor are sparse tensors and
+    subclasses of tensors.
 
     Attributes:
         now: Bytes that live.
@@ -46,7 +47,7 @@ class LiveBytes(DispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         address, num_bytes = storage.data_ptr(), storage.nbytes()
-        if address in self._known:
+        if address in self._known or address == 0:
             return
 
         def forget(_: Any) -> None:
@@ -59,5 +60,5 @@ class LiveBytes(DispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storage_of(value: Any) -> torch.UntypedStorage | None:
-    is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+    is_dense = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
     return value.untyped_storage() if is_dense else None

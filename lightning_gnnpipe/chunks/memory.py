@@ -28,7 +28,6 @@ from lightning_gnnpipe.types import Weights
 GIB = 2**30
 _TRAINED = 4  # a weight, its gradient, two optimizer states
 _OUTPUTS = 4  # the outputs, their gradient, and as much again in the loss
-_FORWARD = 2 / 3  # of what lives while a layer runs, in forward alone
 _PLAN, _ENDS, _VALUE = 24, 16, 4  # bytes of an edge
 _CUTTING, _MAKING = 100, 60  # while the graph is cut, or its matrices alone are made
 _SPARE = 1.05  # what the allocator loses, and the user's step keeps
@@ -62,6 +61,7 @@ def predict_peaks(
     (options, num_chunks), sizes, found = setting, costs.sizes, []
     is_cut, in_memory = num_chunks > 1, options.table_folder is None
     is_piped = is_cut and not (options.exact_in_chunks and len(stages) == 1)
+    frac, share = max(node_frac, row_frac), costs.largest / num_chunks
     row_frac *= is_piped and options.cross_chunk_edges == "keep"
 
     def bytes_of(names: Iterable[str]) -> float:
@@ -73,19 +73,19 @@ def predict_peaks(
         ends = 2 * max((bytes_of([name]) for name in (*read, *stage.sent)), default=0.0)
         saved = [node_frac * one.saved_bytes for one in own]
         tables = row_frac * in_memory * sum(_table_bytes(one, options) for one in own)
-        running = [node_frac * max(one.running_bytes, one.saved_bytes) for one in own]
+        running = [frac * max(one.running_bytes, one.saved_bytes) for one in own]
         more = max(most - kept for most, kept in zip(running, saved, strict=True))
         whole, rows = max(running), tables / 2  # gradients come later
-        of_chunk = whole / num_chunks
+        of_chunk = whole * share
         again = bytes_of(read) + ends / 2
         exact = rows + (again + whole if options.recompute else sum(saved) + more)
-        evaluated = tables + whole * _FORWARD + 1.5 * ends
+        evaluated = tables + whole + 1.5 * ends
         if options.exact_in_chunks and is_cut:  # exchanges what is at the ends of a layer
             ends *= in_memory
             exact = rows + in_memory * bytes_of(read) + ends + of_chunk
             evaluated = tables + 2 * ends + of_chunk
-        kept = sum(saved) / (num_chunks if options.recompute else 1)
-        pipelined = (tables + kept + more / num_chunks) * is_piped
+        kept = sum(saved) * (share if options.recompute else 1)
+        pipelined = (tables + kept + more * share) * is_piped
         held = 1.0 * _TRAINED * weight + bytes_of([*stage.received, *stage.sent])
         held += _OUTPUTS * bytes_of(stages[-1].sent)
         held += edge_bytes(options, costs, is_cut, node_frac) * sizes.num_edges

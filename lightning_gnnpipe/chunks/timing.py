@@ -103,12 +103,6 @@ def measure_costs(
     found = costs[plan.num_chunks]
     if other.num_chunks != plan.num_chunks:
         found = found.with_overhead(costs[other.num_chunks])
-    fewest, whole = cuts[0]
-    is_small = inputs.num_nodes + sum(inputs.edge_sizes) <= _LARGE_WORK
-    if beside_pyg and is_small and fewest == 1 and not is_tight and not call.matrices and not forks:
-        with computing_with(num_cores()):
-            plain = measure_layers(module, layers, whole, call, inputs, histories, is_plain=True)
-        found = replace(found, by_pyg=plain.layers)
     is_slower = inputs.edge_index.device.type == "cpu" and torch.get_num_threads() < num_cores()
     if shares_cores and is_slower and other.num_chunks == 1 and not forks:
         with computing_with(num_cores()):
@@ -116,6 +110,12 @@ def measure_costs(
             if alone[0].compute_s > costs[1].compute_s:  # the threads had just begun
                 alone.append(measure_layers(module, layers, other, call, inputs, histories))
         found = replace(found, by_all_cores=min(alone, key=lambda one: one.compute_s).layers)
+    fewest, whole = cuts[0]
+    is_small = inputs.num_nodes + sum(inputs.edge_sizes) <= _LARGE_WORK
+    if beside_pyg and is_small and fewest == 1 and not is_tight and not call.matrices and not forks:
+        with computing_with(num_cores()):
+            plain = measure_layers(module, layers, whole, call, inputs, histories, is_plain=True)
+        found = replace(found, by_pyg=plain.layers)
     values = {
         name: one.row_bytes * inputs.num_rows(one.kind, one.edge_set)
         for name, one in layers.values.items()
@@ -194,7 +194,9 @@ def measure_layers(
                 del values[name]
     costs = runs.costs(sum(one.work for one in chunks) / max(chunk.work, 1))
     again = dict(zip(layers.repeatable, costs[len(layers.segments) :], strict=True))
-    found = StepCosts(tuple(costs[: len(layers.segments)]), again, plan.num_chunks)
+    work = [one.work for one in chunks]
+    largest = max(work) * len(work) / max(sum(work), 1)
+    found = StepCosts(tuple(costs[: len(layers.segments)]), again, plan.num_chunks, largest=largest)
     if isinstance(context, MessageContext):
         found = replace(found, edges=context.edges.bytes_of(chunk))
     return found
@@ -220,27 +222,29 @@ class _Runs:
         self._known = set(values)  # names of what is given, or saved before
         self._forms = list(map(_form_of, segments))
         self._first_s = dict[Hashable, float]()  # by form
-        self._running = dict[Hashable, int]()  # bytes, by form
         self._seen, self._last = Counter[Hashable](), dict[Hashable, _Timed]()  # by form and shapes
+        self._running = dict[Hashable, int]()  # bytes, likewise
+        self._keys = list[Hashable]()
         self._times, self._held = list[NDArray[np.float64]](), list[dict[str, Any]]()
 
     def take(self, number: int, drop: Callable[[], dict[str, Any]]) -> None:
         """Time a layer, or let an equal one stand for it. `drop`: see `_Zeros`."""
         segment, form = self._segments[number], self._forms[number]
         key = form, _places_of(segment, self._layers, self._values, self._known)
+        self._keys.append(key)
         self._seen[key] += 1
         if self._seen[key] > _ENOUGH:
             self._last[key].stand_for(segment, self._values, self._known)
             self._times.append(self._last[key].cost * (np.nan, np.nan, 1.0))
             self._held.append(self._last[key].held)
             return
-        self._times.append(self._time(segment, form))
+        self._times.append(self._time(segment, form, key))
         self._held.append(drop())
         if self._seen[key] == _ENOUGH:
             last = segment, self._values, self._known, self._times[-1], self._held[-1]
             self._last[key] = _Timed(*last)
 
-    def _time(self, segment: Segment, form: Hashable) -> NDArray[np.float64]:
+    def _time(self, segment: Segment, form: Hashable, key: Hashable) -> NDArray[np.float64]:
         """Return the least seconds of some runs, and bytes: see `_run`."""
         values, forms, saved = self._values, self._forms, dict[int, int]()
         given = [*self._weights, *(values[name] for name in self._known & values.keys())]
@@ -252,11 +256,13 @@ class _Runs:
         if self._first_s[form] < 1.0:  # s; a longer run averages over other processes' load
             num_runs = max(num_runs, 4 - forms.count(form))  # at least three of each form
         runs = list[NDArray[np.float64]]()
-        if form not in self._running:
+        if key not in self._running:
             with LiveBytes() as live:
                 counted = run()
-            self._running[form] = live.most - live.now  # without outputs
-            if self._first_s[form] > _COUNTING_S:
+            outputs = (values[name] for name in segment.outputs)
+            kept = sum(one.nbytes for one in outputs if _address(one) in saved)
+            self._running[key] = live.most - live.now + kept  # without outputs that are not saved
+            if counted[:2].sum() > _COUNTING_S:
                 runs.append(counted)
         runs += [run() for _ in range(min(num_runs, _MOST_RUNS) - len(runs))]
         self._known |= {name for name, one in values.items() if _address(one) in saved}
@@ -268,7 +274,7 @@ class _Runs:
         for form in set(self._forms):
             same = [i for i, one in enumerate(self._forms) if one == form]
             found[same, :2] = np.nanmedian(found[same, :2], axis=0)
-        running = [round(scale * self._running[form]) for form in self._forms]
+        running = [round(scale * self._running[key]) for key in self._keys]
         rows = zip(found.tolist(), self._held, running, strict=True)
         return [
             LayerCost(ahead, back, round(size), running_bytes=most, **more)

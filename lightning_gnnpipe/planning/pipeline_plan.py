@@ -20,7 +20,7 @@ from lightning_gnnpipe.report import (
 from lightning_gnnpipe.types import Weights
 
 _MIB = 2**20
-_PLAIN = "a plain Trainer with a thread a core"
+_PLAIN = "a plain Trainer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class PipelinePlan:
             layouts have such threads, or it was not measured.
         by_pyg: Seconds of a step of the layers as PyG computes them in a plain Trainer, with a
             thread a core. 0 if that was not measured: with more than a million nodes and edges, a
-            sparse matrix, caches of layers, or options that bound memory.
+            sparse matrix, caches of layers, options that bound memory, dropped edges, in notebooks.
     """
 
     layout: LayoutForecast
@@ -166,10 +166,12 @@ class PipelinePlan:
 
     @property
     def _seconds(self) -> dict[str, float]:
-        """Seconds of a step by what is to be written, of what fits; one device first."""
+        """Seconds of a step by what is to be written, of what fits, and of a plain Trainer."""
         found = {one.options: one.step_s for one in self.layouts if one.fits}
         if self._is_alone_known:
             found[self._all_cores] = self.by_all_cores
+        if self.by_pyg:
+            found[_PLAIN] = self.by_pyg
         return found
 
     @property
@@ -178,10 +180,8 @@ class PipelinePlan:
 
     @property
     def _taken(self) -> str:
-        """What to take: the fastest, or one device if it may be as fast."""
-        if 0 < self.by_pyg <= min(self._seconds.values()):
-            return _PLAIN
-        found, alone = self._seconds, (self.layouts[0].options, self._all_cores)
+        """What to take: the fastest, or what runs on one device if it may be as fast."""
+        found, alone = self._seconds, (_PLAIN, self.layouts[0].options, self._all_cores)
         least = min(found, key=found.__getitem__)
         close = [one for one in alone if found.get(one, math.inf) <= CLOSE * found[least]]
         return least if least in alone or not close else min(close, key=found.__getitem__)
@@ -190,9 +190,6 @@ class PipelinePlan:
         """Yield what to take, and what is as fast as far as a forecast can tell."""
         found, taken = self._seconds, self._taken
         least_s = min(found.values())
-        if taken == _PLAIN:
-            yield f"Take {_PLAIN}, {self.by_pyg:.3f} s per step: no layout is faster."
-            return
         if found[taken] == least_s:
             yield f"Fastest: {taken}, {least_s:.3f} s per step."
         else:
@@ -201,8 +198,6 @@ class PipelinePlan:
         if len(close) > 1:
             rest = " and ".join(f"{one}, {found[one]:.3f} s," for one in close if one != taken)
             yield f"{rest} may take as long: forecasts are not as exact as that difference."
-        if 0 < self.by_pyg <= CLOSE * found[taken]:
-            yield f"So may {_PLAIN}, {self.by_pyg:.3f} s."
 
     def __str__(self) -> str:
         return "\n".join([*self._cut_lines(), *self._step_lines(), *self.advice])
@@ -230,8 +225,7 @@ class PipelinePlan:
         taken = self._taken if self.best.fits else self.best.options
         if self.by_pyg:
             mark = "* " if taken == _PLAIN else "  "
-            name = "plain Trainer, a thread a core"
-            rows.append((mark + name, f"{self.by_pyg:.3f}", "0", "0.0%", "-"))
+            rows.append((mark + _PLAIN, f"{self.by_pyg:.3f}", "0", "0.0%", "-"))
         for one in self.layouts:
             name = f"[{one}]" if one is self.layout else str(one)
             memory = f"{one.memory_bytes / _MIB:,.1f}" + ("" if one.fits else " (too much)")
@@ -245,7 +239,7 @@ class PipelinePlan:
         return [
             f"A training step without loss, optimizer and validation, with links of {self.link}. "
             "*: what to take; [ ]: the plan above. MiB: of tensors; on CPUs, without memory_gib, "
-            "malloc may keep half as much again.",
+            "malloc may keep half as much again. On CPUs a plain Trainer has a thread a core.",
             *align(rows, left=0),
         ]
 

@@ -292,15 +292,20 @@ def test_layers_are_also_timed_as_pyg_computes_them() -> None:
     assert not measure(Net(), cut=1, beside_pyg=False)[1].by_pyg
 
 
-def test_a_layer_that_runs_takes_more_than_it_saves() -> None:
-    """Attention makes more messages at a time than it saves, however many chunks there are."""
-    for conv in (gnn.GATConv, gnn.GCNConv):
-        net = Net((D, D, D))
-        net.convs = nn.ModuleList(conv(D, D) for _ in range(2))
-        _, found = measure(net)
-        assert all(one.running_bytes > one.saved_bytes > 0 for one in found.layers)
-        again = measure(net)[1].layers
-        assert [one.running_bytes for one in again] == [one.running_bytes for one in found.layers]
+@pytest.mark.parametrize("conv", [gnn.GATConv, gnn.GCNConv])
+def test_a_layer_that_runs_takes_more_than_it_saves(conv: Any) -> None:
+    net = Net((D, D, D))
+    net.convs = nn.ModuleList(conv(D, D) for _ in range(2))
+    _, found = measure(net)
+    assert all(one.running_bytes > one.saved_bytes > 0 for one in found.layers)
+    again = measure(net)[1].layers
+    assert [one.running_bytes for one in again] == [one.running_bytes for one in found.layers]
+
+
+def test_wider_inputs_take_more_while_an_equal_layer_runs() -> None:
+    _, found = measure(Dense())
+    running = [one.running_bytes for one in found.layers]
+    assert all(wide > 1.5 * narrow for narrow, wide in pairwise(running[1:]))
 
 
 @pytest.mark.parametrize("is_large", [False, True])

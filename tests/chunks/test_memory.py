@@ -18,12 +18,12 @@ from torch_geometric.data import Data
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.chunks import LayerCost, StepCosts, choose_setting, settings_of, timing
-from lightning_gnnpipe.chunks.memory import edge_bytes
+from lightning_gnnpipe.chunks.memory import edge_bytes, predict_peaks
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.graph import plan_from_assignment
 from lightning_gnnpipe.models import GNN, NodeClassifier
 from lightning_gnnpipe.options import RunOptions, StrategyOptions
-from lightning_gnnpipe.stages import cut_module
+from lightning_gnnpipe.stages import cut_module, split_layers
 from lightning_gnnpipe.staleness import HistoryOptions
 from lightning_gnnpipe.trainer import engine_host
 from tests.helpers.engines import one_process_engine
@@ -89,6 +89,25 @@ def test_chunks_come_by_their_time_unless_they_are_given(monkeypatch: pytest.Mon
     assert numbers() == [4, 16, 8, 2]
     assert numbers(recompute=True) == [4, 16, 8, 2]
     assert numbers(partition=torch.arange(40) % 3) == [3]
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"exact_in_chunks": True}])
+@pytest.mark.parametrize("num_chunks", [1, 4])
+def test_a_peak_has_what_lives_while_a_layer_runs(options: dict[str, Any], num_chunks: int) -> None:
+    """Of all nodes, or of the largest chunk, which has 1.5 times the mean's work."""
+    net, (x, edges) = GNN(4, 4, 4, 4, 0.0), (torch.randn(8, 4), torch.randint(8, (2, 16)))
+    call = flatten_call(net, (x, edges), {})
+    stages = split_layers(cut_module(net, call, classify(call)), (4,))
+
+    def peak(running: int) -> int:
+        layers = (LayerCost(1.0, 1.0, 10, running_bytes=running),) * 4
+        costs = StepCosts(layers, {}, num_chunks, largest=1.5 if num_chunks > 1 else 1.0)
+        setting = StrategyOptions(num_chunks=num_chunks, **options), num_chunks
+        return predict_peaks([0], stages, costs, setting)[0]
+
+    is_chunk = num_chunks > 1 and "exact_in_chunks" in options
+    expected = 40_000 * (1.5 / num_chunks if is_chunk else 1)
+    assert peak(50_000) - peak(10_000) == pytest.approx(1.05 * expected, abs=2)
 
 
 def make_inputs() -> tuple[NodeClassifier, FullGraphDataModule]:
@@ -221,7 +240,13 @@ def test_what_cannot_fit_is_refused_with_what_would(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "stages", "share"),
-    [("gcn", 1, 0.95), ("gcn", 2, 0.9), ("gcnii+norm", 2, 0.7), ("sage", 2, 0.8)],
+    [
+        ("gcn", 1, 0.95),
+        ("gcn", 2, 0.9),
+        ("gcnii+norm", 2, 0.7),
+        ("sage", 2, 0.8),
+        ("gat", 2, 0.7),
+    ],
 )
 def test_the_measured_peak_is_within_the_budget(
     model: str, stages: int, share: float, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""The table of options in docs/api/index.md says what the docstring and the signature say."""
+"""Tables in docs/api say what docstrings and signatures say: of options, and of callbacks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import inspect
 import re
 import textwrap
 
+import lightning_gnnpipe
 from lightning_gnnpipe import GNNPipeStrategy
+from lightning_gnnpipe.callbacks.staleness import PipeCallback
 from tests.docs.pages import PAGES
 
 _ENOUGH = 60  # characters that say what an option does
@@ -31,3 +33,19 @@ def option_table() -> str:
 
 def test_the_table_of_options_is_that_of_the_docstring() -> None:
     assert option_table() in PAGES["docs/api/index.md"].read_text(), option_table()
+
+
+def test_the_table_of_callbacks_has_all_and_their_defaults() -> None:
+    """As a call is written: what has no default, then what has one."""
+    names = [getattr(lightning_gnnpipe, name) for name in lightning_gnnpipe.__all__]
+    kinds = [one for one in names if inspect.isclass(one) and issubclass(one, PipeCallback)]
+    expected = set()
+    for kind in kinds:
+        parameters = inspect.signature(kind).parameters.values()
+        shown = [
+            one.name if one.default is one.empty else f"{one.name}={one.default!r}"
+            for one in parameters
+        ]
+        expected.add(f"{kind.__name__}({', '.join(shown)})".replace("'", '"'))
+    table = PAGES["docs/api/callbacks.md"].read_text()
+    assert expected == set(re.findall(r"^\| `(\w+\(.*?\))` \|", table, re.MULTILINE))
