@@ -28,6 +28,7 @@ from lightning_gnnpipe.types import Weights
 GIB = 2**30
 _TRAINED = 4  # a weight, its gradient, two optimizer states
 _OUTPUTS = 4  # the outputs, their gradient, and as much again in the loss
+_FORWARD = 2 / 3  # of what lives while a layer runs, in evaluation
 _PLAN, _ENDS, _VALUE = 24, 16, 4  # bytes of an edge
 _CUTTING, _MAKING = 100, 60  # while the graph is cut, or its matrices alone are made
 _SPARE = 1.05  # what the allocator loses, and the user's step keeps
@@ -79,7 +80,7 @@ def predict_peaks(
         of_chunk = whole * share
         again = bytes_of(read) + ends / 2
         exact = rows + (again + whole if options.recompute else sum(saved) + more)
-        evaluated = tables + whole + 1.5 * ends
+        evaluated = tables + whole * _FORWARD + 1.5 * ends
         if options.exact_in_chunks and is_cut:  # exchanges what is at the ends of a layer
             ends *= in_memory
             exact = rows + in_memory * bytes_of(read) + ends + of_chunk
