@@ -35,9 +35,8 @@ class LiveBytes(DispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = {
-            one.data_ptr() for one in map(_storage_of, pytree.tree_leaves((args, kwargs))) if one
-        }
+        read = map(_storage_of, pytree.tree_leaves((args, kwargs)))
+        given = {one.data_ptr() for one in read if one is not None}
         found = func(*args, **(kwargs or {}))
         for one in pytree.tree_leaves(found):
             storage = _storage_of(one)

@@ -74,7 +74,7 @@ def check_counts(counts: Sequence[int], num_layers: int, num_stages: int) -> tup
     check_num_stages(num_layers, num_stages)
     if len(counts) != num_stages or min(counts) < 1 or sum(counts) != num_layers:
         raise ConfigError(
-            expected=f"'balance' to be {num_stages} numbers of layers, for {num_stages} stages, "
+            expected=f"'balance' to have one number of layers for each stage ({num_stages}), "
             f"each at least 1 and {num_layers} together",
             found=f"{list(counts)}",
             remedy="Correct the numbers, or write balance='measured'.",

@@ -157,7 +157,9 @@ def test_counts_that_do_not_fit_are_refused() -> None:
     assert solve_balance([1, 1, 1, 1], 2) == check_counts([2, 2], 4, 2) == (2, 2)
     with pytest.raises(ConfigError, match="3 stages and 2 layers"):
         solve_balance([1, 1], 3)
-    with pytest.raises(ConfigError, match="'balance' to be 2 numbers of layers, for 2 stages"):
+    with pytest.raises(
+        ConfigError, match=r"'balance' to have one number of layers for each stage \(2\)"
+    ):
         check_counts([2, 2], 3, 2)
 
 
