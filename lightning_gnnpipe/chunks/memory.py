@@ -2,6 +2,7 @@
 
     always       weights, outputs; the graph, its plan and matrices, if they are not in files
     exact        histories, all activations; or inputs of layers, with `recompute`
+    in chunks    histories and their gradients, inputs of layers
     pipelined    histories and their gradients, all activations; or one chunk's
     evaluation   histories and their gradients, one layer
 
@@ -83,7 +84,7 @@ def predict_peaks(
         evaluated = tables + whole * _FORWARD + 1.5 * ends
         if options.exact_in_chunks and is_cut:  # exchanges what is at the ends of a layer
             ends *= in_memory
-            exact = rows + in_memory * bytes_of(read) + ends + of_chunk
+            exact = tables + in_memory * bytes_of(read) + ends + of_chunk
             evaluated = tables + 2 * ends + of_chunk
         kept = sum(saved) * (share if options.recompute else 1)
         pipelined = (tables + kept + more * share) * is_piped
