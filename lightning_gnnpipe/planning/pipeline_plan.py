@@ -119,8 +119,9 @@ class PipelinePlan:
         by_all_cores: Seconds of a step on one device with one chunk and a thread a core; 0 if the
             layouts have such threads, or it was not measured.
         by_pyg: Seconds of a step of the layers as PyG computes them in a plain Trainer, with a
-            thread a core. 0 if that was not measured: with more than a million nodes and edges, a
-            sparse matrix, caches of layers, options that bound memory, dropped edges, in notebooks.
+            thread a core. 0 if not measured: the graph has more than a million nodes and edges, the
+            edges are a sparse matrix or partly dropped, layers keep caches, options bound the
+            memory, or the code runs in a notebook.
     """
 
     layout: LayoutForecast
