@@ -67,13 +67,13 @@ class Watch:
                 if self._cause is not None:
                     self._ask(lambda: self._store.add(f"{self._prefix}heard", 1))
 
-    def fail(self, cause: str) -> None:
-        """Publish why this rank ends, unless a rank did before, and break its groups.
+    def fail(self, cause: str) -> str | None:
+        """Publish why this rank ends, unless a rank did before; break its groups; return the first.
 
         Waits until all ranks have read it, at most 2 s: the store ends with the rank that hosts it.
         """
         if self._thread is None:
-            return
+            return self._cause
         groups = self._groups
         self.stop()
         cause = cause[:_MAX_CAUSE]
@@ -83,6 +83,7 @@ class Watch:
         while time.monotonic() < deadline and (self._ask(self._count_heard) or 0) < self._size:
             time.sleep(_TICK_S / 5)
         self._break(groups)
+        return self._cause
 
     def _run(self) -> None:
         while not self._stopped.wait(_TICK_S):

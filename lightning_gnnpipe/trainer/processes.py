@@ -259,15 +259,20 @@ class Processes:
         # Lightning ends processes that it has started.
         abandon_groups(ends_ranks=bool(has_started) and isinstance(exception, KeyboardInterrupt))
         self._is_broken = True
-        text = f"Rank {self._strategy.global_rank} failed: {cause_of(exception)}"
+        what = f"failed: {cause_of(exception)}"
+        text = f"Rank {self._strategy.global_rank} {what}"
         if isinstance(exception, PeerError):
             text = str(exception)
         elif isinstance(exception, KeyboardInterrupt):  # Lightning has said so
             text = f"Rank {self._strategy.global_rank} was interrupted"
-        elif not isinstance(exception, GNNPipeError) and not is_communication_error(exception):
+        is_ours = isinstance(exception, GNNPipeError | PeerError)
+        is_mistake = not (is_ours or isinstance(exception, KeyboardInterrupt))
+        first = self.transport.watch.fail(text)
+        if first is not None and first != text and first.endswith(what):
+            exception.__traceback__ = exception.__cause__ = None  # the first rank prints them
+        elif is_mistake and not is_communication_error(exception):
             log.error("%s", text)
-        self.transport.watch.fail(text)
-        _shorten(exception, keeps_rest=not isinstance(exception, GNNPipeError | PeerError))
+        _shorten(exception, keeps_rest=not is_ours)
         if has_started:
             atexit.register(_end, launcher)  # once this rank has printed its error
 

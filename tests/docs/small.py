@@ -1,17 +1,14 @@
 """What the code of the documentation is run with: a small graph, few epochs, quiet Trainers.
 
 The blocks are run as they are printed, but for this: PyG's Planetoid is a graph of 70 nodes, with
-Cora's numbers of features and classes, and OGB's node data set has as many nodes, with ogbn-arxiv's
-number of features; `make_communities` makes 200 nodes; no Trainer runs longer than 4
-epochs, of which a StalenessWarmup makes one exact; Trainers show neither progress nor summaries.
-Commands run 2 epochs.
+Cora's numbers of features and classes; `make_communities` makes 200 nodes; no Trainer runs longer
+than 4 epochs, of which a StalenessWarmup makes one exact; Trainers show neither progress nor
+summaries. Commands run 2 epochs.
 """
 
 from __future__ import annotations
 
-import sys
 from functools import wraps
-from types import ModuleType
 from typing import Any
 
 import lightning as L
@@ -24,7 +21,6 @@ import lightning_gnnpipe
 from lightning_gnnpipe import GNNPipeStrategy, StalenessWarmup, make_communities
 
 NUM_NODES, NUM_FEATURES, NUM_CLASSES = 70, 1433, 7
-NUM_OGB_FEATURES = 128
 MOST_EPOCHS, MOST_EXACT_EPOCHS = 4, 1
 
 
@@ -34,10 +30,6 @@ def install(
     """Make everything small; `start_method` is for strategies that would run the script again."""
     patch.setattr(torch_geometric.datasets, "Planetoid", SmallPlanetoid)
     patch.setattr(lightning_gnnpipe, "make_communities", lambda num_nodes: make_communities(200))
-    ogb: Any = ModuleType("ogb.nodeproppred")
-    ogb.PygNodePropPredDataset = SmallOGB
-    for module in (ModuleType("ogb"), ogb):
-        patch.setitem(sys.modules, module.__name__, module)
     _give(patch, StalenessWarmup, num_epochs=MOST_EXACT_EPOCHS)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False}
     _give(patch, L.Trainer, max_epochs=most_epochs, **quiet)
@@ -48,15 +40,13 @@ def install(
 class SmallPlanetoid(InMemoryDataset):
     """A ring with chords, its labels in the features; takes the arguments of Planetoid."""
 
-    width = NUM_FEATURES
-
     def __init__(self, root: str, name: str, split: str = "public", transform: Any = None) -> None:
         super().__init__(None, transform)
         node = torch.arange(NUM_NODES)
         hops = [(node, (node + hop) % NUM_NODES) for hop in (1, 2, 7)]
         y = node % NUM_CLASSES
         graph = Data(
-            x=torch.nn.functional.one_hot(y, self.width).float(),
+            x=torch.nn.functional.one_hot(y, NUM_FEATURES).float(),
             edge_index=torch.cat(
                 [torch.stack(pair) for s, t in hops for pair in ((s, t), (t, s))], 1
             ),
@@ -66,21 +56,6 @@ class SmallPlanetoid(InMemoryDataset):
             test_mask=node % 3 == 2,
         )
         self.data, self.slices = self.collate([graph])
-
-
-class SmallOGB(SmallPlanetoid):
-    """The same with labels and a split as OGB has them; takes the arguments of its class."""
-
-    width = NUM_OGB_FEATURES
-
-    def __init__(self, name: str, root: str = "dataset", transform: Any = None) -> None:
-        super().__init__(root, name, transform=transform)
-        masks = [self._data.pop(f"{name}_mask") for name in ("train", "val", "test")]
-        self.split = dict(zip(("train", "valid", "test"), map(torch.nonzero, masks), strict=True))
-        self._data.y = self._data.y[:, None]
-
-    def get_idx_split(self) -> dict[str, torch.Tensor]:
-        return {name: node[:, 0] for name, node in self.split.items()}
 
 
 def _give(patch: pytest.MonkeyPatch, owner: type, **arguments: Any) -> None:
