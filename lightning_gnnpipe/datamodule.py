@@ -91,8 +91,9 @@ class FullGraphDataModule(L.LightningDataModule):
         for name in ("y", *MASKS):
             _check_rows(graph, name, num_nodes)
         _check_inputs(graph)
-        if graph.y is not None and graph.y.dim() == 2 and graph.y.size(1) == 1:
-            graph.y = graph.y.squeeze(1)  # OGB's labels are [num_nodes, 1]
+        y = graph.y
+        if y is not None and not y.is_floating_point() and y.shape == (num_nodes, 1):
+            graph.y = y.squeeze(1)  # OGB's labels
 
         if hasattr(data, "get_idx_split"):
             _check_split(split, num_splits=1)

@@ -355,7 +355,7 @@ class RunOptions:
     Attributes:
         given: The strategy's, with those chosen to fit into `memory_gib`.
         num_stages: Stages, S.
-        seed: Of chunks, their order, and random numbers in layers; equal on all ranks.
+        seed: Of the order of chunks, and random numbers in layers; equal on all ranks.
         is_fitting: Whether the run trains.
         chosen: Chunks of a graph with num_chunks="auto", once chosen by measured costs or a folder,
             by this run or the one it resumes.

@@ -73,6 +73,14 @@ def test_every_loop_gets_the_graph_once_an_epoch_and_leaves_the_given_one():
     assert (datamodule.num_features, datamodule.num_classes) == (NUM_NODES, 3)
 
 
+def test_labels_lose_their_second_dimension_and_numbers_keep_it():
+    graph = build_graph()
+    for y in (graph.y[:, None], graph.y[:, None].float()):
+        graph.y = y
+        expected = (NUM_NODES, 1) if y.is_floating_point() else (NUM_NODES,)
+        assert FullGraphDataModule(graph).data.y.shape == expected
+
+
 ONE_TEST_MASK = masks_of(0, num_splits=5) | {"test_mask": torch.arange(NUM_NODES) == 9}
 
 

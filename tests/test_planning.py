@@ -100,7 +100,6 @@ def test_counts_are_those_of_a_run(
 ) -> None:
     """One stage reads the input, or each that computes the encoder again."""
     module, data, stats = make_module(kind=kind), make_data(), StatsRecorder(tmp_path)
-    L.seed_everything(0, verbose=False)  # the plan splits chunks with the seed 0
     options = {"graph_parallel": num_shards, "repeat_encoder": repeat, "cross_chunk_edges": edges}
     trainer = make_trainer(num_stages * num_shards, 4, stats, max_epochs=2, strategy=options)
     plan = trainer.strategy.plan(module, data, num_stages=num_stages)

@@ -138,6 +138,24 @@ def test_a_folder_is_trained_as_the_graph_in_memory(
         torch.testing.assert_close(here[name], there[name], rtol=0, atol=1e-10)
 
 
+class Scales(L.Callback):
+    """Changes the weights of edges before the last epoch."""
+
+    def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.current_epoch == 3:
+            next(iter(trainer.train_dataloader)).edge_weight.mul_(0.5)
+
+
+def test_weights_of_edges_may_change_in_place(folder: Path) -> None:
+    found = []
+    for data in (make_graph(), folder):
+        trainer = quiet_trainer(1, {"num_chunks": 1}, max_epochs=4, callbacks=[Scales()])
+        module, datamodule = Module(), FullGraphDataModule(data)
+        trainer.fit(module, datamodule=datamodule)
+        found.append(module)
+    assert_same(*found)
+
+
 def test_nothing_is_copied_read_or_cut_at_the_start(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

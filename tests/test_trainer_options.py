@@ -86,6 +86,77 @@ def test_options_of_the_trainer(name: str, num_stages: int, tmp_path: Path) -> N
     assert not torch.equal(weights(plain), weights(make_module()))
 
 
+def test_a_validation_by_the_clock_is_refused_on_several_devices() -> None:
+    options = {"check_val_every_n_epoch": None, "val_check_interval": "00:00:00:30"}
+    with pytest.raises(
+        mp.ProcessRaisedException, match=r"a number of batches(.|\n)*val_check_interval=n"
+    ):
+        fit(2, **options)
+    fit(1, **options)
+
+
+def test_each_fit_draws_masks_of_its_own() -> None:
+    """As a plain Trainer does; a seed repeats them, whenever it is set."""
+
+    def losses(*seeds: int | None) -> list[float]:
+        found = []
+        for seed in seeds:
+            if seed is not None:
+                torch.manual_seed(seed)
+            trainer = make_trainer(1, 1, num_sanity_val_steps=0)
+            module = Drops()
+            trainer.fit(module, datamodule=datamodule())
+            found.append(module.found)
+        return found
+
+    L.seed_everything(1, verbose=False)
+    first, second, third, again = losses(None, None, 5, 5)
+    assert len({first, second, third}) == 3 and third == again
+
+
+class Drops(Realistic):
+    """Has equal weights in each fit, and keeps what its training step returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for weight in self.parameters():
+            weight.data = torch.linspace(-1, 1, weight.numel()).view_as(weight)
+        self.net.norm = torch.nn.Dropout(0.5)
+
+    def training_step(self, data: Data, batch_idx: int) -> Tensor:
+        loss = super().training_step(data, batch_idx)
+        self.found = float(loss.detach())
+        return loss
+
+
+class ReturnsAll(Realistic):
+    """Optimizes by itself, and returns more than a loss."""
+
+    def __init__(self) -> None:
+        super().__init__(is_manual=True)
+
+    def training_step(self, data: Data, batch_idx: int) -> Any:
+        loss = super().training_step(data, batch_idx)
+        return {"loss": torch.stack([loss.detach(), loss.detach() / 2])}
+
+
+def test_a_step_that_optimizes_by_itself_returns_what_it_likes() -> None:
+    assert_as_plain(1, ReturnsAll)
+
+
+class Holds(Realistic):
+    """Buffers that gloo cannot send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("short", torch.ones(3, dtype=torch.int16))
+        self.register_buffer("adj", torch.eye(3).to_sparse_csr())
+
+
+def test_buffers_of_any_kind() -> None:
+    assert_as_plain(2, Holds)
+
+
 class Collects(Realistic):
     """Keeps outputs until the epoch ends, and takes batches with several graphs."""
 

@@ -175,7 +175,7 @@ class EmbeddingRefresh(PipeCallback):
             controls.refreshes = True
         elif self.how == "snapshot":
             controls.reads_snapshot = True
-            if trainer.is_last_batch and self._is_due(trainer.current_epoch + 1):
+            if self._is_due(trainer.current_epoch + 1):  # in each step: inputs may take turns
                 controls.takes_snapshot = True
 
     def _is_due(self, epoch: int) -> bool:

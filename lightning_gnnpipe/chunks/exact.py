@@ -186,7 +186,7 @@ class ExactStep(Step):
                 found += torch.autograd.grad(
                     outputs, sources, of_outputs, retain_graph=True, allow_unused=True
                 )
-        self._copies.give_back(grads.pop(name, None) for name in ends)
+        done = [grads.pop(name, None) for name in ends]  # a gradient of an input may be one of them
         names = {id(inputs[name]): name for name in inputs if not name.startswith("leaf_")}
         for source, grad in zip(sources, found, strict=True):
             name = names.get(id(source), "")
@@ -196,6 +196,7 @@ class ExactStep(Step):
                 grads[name] = self._copies.keep(total)
             elif grad is not None:
                 torch.autograd.backward([source], [grad])
+        self._copies.give_back(done)
         del by_chunk[chunk.index]
 
     def _differentiable(self, segment: Segment, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -219,12 +219,11 @@ class PlannedInputs(PassInputs):
 
     def _permuted(self, name: str, slot: int, order: Callable[[], Tensor]) -> Tensor:
         number, leaf = self._numbers[slot], self._leaf(slot)
-        if self._plan.is_in_order:
-            return leaf
         cached = self._copies.get(name)
         if cached is None or cached[0] != number:
             with torch.inference_mode(False), torch.no_grad():
-                cached = self._copies[name] = number, leaf.detach()[order()]
+                rows = leaf.detach() if self._plan.is_in_order else leaf.detach()[order()]
+            cached = self._copies[name] = number, rows
         return cached[1]
 
 

@@ -37,14 +37,25 @@ _SPARE = 1.05  # what the allocator loses, and the user's step keeps
 Setting = tuple[StrategyOptions, int]  # and the number of chunks
 
 
-def weight_bytes(module: nn.Module, stages: Sequence[Stage], weights: Weights) -> list[int]:
-    """Return the bytes of the weights that a rank of each stage holds."""
+def weight_bytes(
+    root: nn.Module, module: nn.Module, stages: Sequence[Stage], weights: Weights
+) -> list[int]:
+    """Return the bytes of weights, their gradients and optimizer states on a rank of each stage.
+
+    `module`: is pipelined, a part of `root`.
+    """
     named = dict(module.named_parameters())
+    inner = set(map(id, named.values()))
+    outer = sum(_trained_bytes(p) for p in root.parameters() if id(p) not in inner)
     if weights == "whole":
-        return [sum(p.nbytes for p in named.values())] * len(stages)
+        return [outer + sum(map(_trained_bytes, named.values()))] * len(stages)
     users = find_users(stages, module).items()
     held = ([named[n] for n, by in users if n in named and one.index in by] for one in stages)
-    return [sum(p.nbytes for p in own) for own in held]
+    return [outer + sum(map(_trained_bytes, own)) for own in held]
+
+
+def _trained_bytes(weight: nn.Parameter) -> int:
+    return weight.nbytes * (_TRAINED if weight.requires_grad else 1)
 
 
 def predict_peaks(
@@ -82,13 +93,14 @@ def predict_peaks(
         again = bytes_of(read) + ends / 2
         exact = rows + (again + whole if options.recompute else sum(saved) + more)
         evaluated = tables + whole * _FORWARD + 1.5 * ends
-        if options.exact_in_chunks and is_cut:  # exchanges what is at the ends of a layer
-            ends *= in_memory
+        if options.exact_in_chunks and is_cut:  # rows that layers exchange, and their gradients
+            entries = max(sum(one.pushed) for one in own)
+            ends = in_memory * max(ends, 2.0 * node_frac * sizes.num_nodes * _VALUE * entries)
             exact = tables + in_memory * bytes_of(read) + ends + of_chunk
             evaluated = tables + 2 * ends + of_chunk
         kept = sum(saved) * (share if options.recompute else 1)
         pipelined = (tables + kept + more * share) * is_piped
-        held = 1.0 * _TRAINED * weight + bytes_of([*stage.received, *stage.sent])
+        held = 1.0 * weight + bytes_of([*stage.received, *stage.sent])
         held += _OUTPUTS * bytes_of(stages[-1].sent)
         held += edge_bytes(options, costs, is_cut, node_frac) * sizes.num_edges
         held += sizes.given_bytes
@@ -146,6 +158,7 @@ def choose_setting(
 
 
 def fit_memory(
+    root: nn.Module,
     module: nn.Module,
     layers: Layers,
     counts: Sequence[int],
@@ -163,7 +176,7 @@ def fit_memory(
     def choose(counts: Sequence[int], **more: Any) -> tuple[Setting, float]:
         stages, given = split_layers(layers, counts, repeated), replace(run.given, **more)
         settings = settings_of(replace(run, num_stages=len(counts), given=given), stages, costs)
-        weights = weight_bytes(module, stages, run.given.weights)
+        weights = weight_bytes(root, module, stages, run.given.weights)
         predict = partial(predict_peaks, weights, stages, costs)
         setting, num_bytes = choose_setting(settings, predict, gib * GIB)
         return setting, num_bytes / GIB

@@ -325,10 +325,16 @@ def run_recomputed(
     """
 
     def compute(
-        group: Sequence[Segment], names: list[str], outputs: list[str], tape: Tape, *tensors: Any
+        group: Sequence[Segment],
+        names: list[str],
+        outputs: list[str],
+        buffers: list[Tensor],
+        tape: Tape,
+        *tensors: Any,
     ) -> tuple[Tensor, ...]:
         local = dict(zip(names, tensors, strict=True))
-        with context.taped(tape), kept_buffers(group if tape.is_replay else ()):
+        again = (group, buffers) if tape.is_replay else ((), ())
+        with context.taped(tape), kept_buffers(*again):
             run_segments(group, local, chunk, context, seed_of, unread_after(group, outputs))
         tape.is_replay = True
         return tuple(local[name] for name in outputs)
@@ -338,7 +344,8 @@ def run_recomputed(
         needed = {name for g in groups[index + 1 :] for s in g for name in s.inputs} | set(keep)
         inputs = sorted({n for s in group for n in s.inputs if n in values})
         outputs = sorted({n for s in group for n in s.outputs} & needed)
-        given = group, inputs, outputs, Tape(), *(values[name] for name in inputs)
+        buffers = [b.clone() for s in group for b in s.module.buffers()] if chunk.is_whole else []
+        given = group, inputs, outputs, buffers, Tape(), *(values[name] for name in inputs)
         with set_checkpoint_early_stop(False):
             results = checkpoint(compute, *given, use_reentrant=False, preserve_rng_state=False)
         values.update(zip(outputs, results, strict=True))
@@ -347,10 +354,15 @@ def run_recomputed(
 
 
 @contextmanager
-def kept_buffers(segments: Sequence[Segment]) -> Iterator[None]:
-    """Restore buffers after the block: the first run has updated running statistics."""
+def kept_buffers(segments: Sequence[Segment], start: Sequence[Tensor] = ()) -> Iterator[None]:
+    """Restore buffers after the block: the first run has updated running statistics.
+
+    `start`: what the first run began with, as power iterations do; empty if it does not matter.
+    """
     kept = [(b, b.clone()) for segment in segments for b in segment.module.buffers()]
     try:
+        for (buffer, _), value in zip(kept, start, strict=False):
+            buffer.data.copy_(value)
         yield
     finally:
         for buffer, value in kept:

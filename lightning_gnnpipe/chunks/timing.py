@@ -224,7 +224,7 @@ class _Runs:
         self._first_s = dict[Hashable, float]()  # by form
         self._seen, self._last = Counter[Hashable](), dict[Hashable, _Timed]()  # by form and shapes
         self._running = dict[Hashable, int]()  # bytes, likewise
-        self._keys = list[Hashable]()
+        self._keys = list[tuple[Hashable, tuple[Any, Any]]]()
         self._times, self._held = list[NDArray[np.float64]](), list[dict[str, Any]]()
 
     def take(self, number: int, drop: Callable[[], dict[str, Any]]) -> None:
@@ -271,8 +271,9 @@ class _Runs:
     def costs(self, scale: float) -> list[LayerCost]:
         """Return the costs of all layers, `scale` times the chunk's."""
         found = np.array(self._times) * scale
-        for form in set(self._forms):
-            same = [i for i, one in enumerate(self._forms) if one == form]
+        alike = [(form, [shape for _, shape in read], made) for form, (read, made) in self._keys]
+        for key in alike:
+            same = [i for i, one in enumerate(alike) if one == key]
             found[same, :2] = np.nanmedian(found[same, :2], axis=0)
         running = [round(scale * self._running[key]) for key in self._keys]
         rows = zip(found.tolist(), self._held, running, strict=True)
@@ -387,7 +388,7 @@ def _form_of(segment: Segment) -> Hashable:
 
 def _places_of(
     segment: Segment, layers: Layers, values: Mapping[str, Any], known: Collection[str]
-) -> Hashable:
+) -> tuple[Any, Any]:
     """Return the shapes of what `segment` reads and returns, and what of it was saved before."""
     read = tuple((name in known, _shape_of(values[name])) for name in segment.inputs)
     found = map(layers.values.__getitem__, segment.outputs)

@@ -66,13 +66,17 @@ class Collectives:
             self.meter[kind] += tensor.nbytes
 
     def broadcast_all(self, tensors: Iterable[Tensor], source: int) -> None:
-        """Overwrite `tensors` by the tensors of rank `source`, in one message for each dtype."""
+        """Overwrite `tensors` by the tensors of rank `source`, in one message for each dtype.
+
+        Sparse tensors stay as they are: their sizes may differ.
+        """
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for one in tensors if self.has_others else ():
-            by_dtype.setdefault(one.dtype, []).append(one)
+            if one.layout is torch.strided:
+                by_dtype.setdefault(one.dtype, []).append(one)
         for several in by_dtype.values():
             flat = torch.cat([one.detach().flatten().to(self.world.device) for one in several])
-            self.broadcast(flat, source, "control")
+            self.broadcast(flat.view(torch.uint8), source, "control")  # gloo lacks some dtypes
             parts = torch.split(flat, [one.numel() for one in several])
             for one, part in zip(several, parts, strict=True):
                 if self.world.rank != source:  # autograd may have saved the source's

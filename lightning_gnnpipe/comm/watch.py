@@ -73,7 +73,7 @@ class Watch:
         Waits until all ranks have read it, at most 2 s: the store ends with the rank that hosts it.
         """
         if self._thread is None:
-            return self._cause
+            return None
         groups = self._groups
         self.stop()
         cause = cause[:_MAX_CAUSE]

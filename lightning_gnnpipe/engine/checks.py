@@ -199,7 +199,7 @@ class EngineChecks:
                 found="values of edges, some of which are dropped",
                 remedy="Compute values of edges from the embeddings that the last layer returns.",
             )
-        if self._compares(inputs):
+        if self._compares(inputs) or layers.is_of_whole:
             is_cut = self._graphs.is_cut(inputs)
             check_layers(module, layers, call, inputs, on_chunks=is_cut, with_gradients=trains)
 

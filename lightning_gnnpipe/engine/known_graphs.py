@@ -271,8 +271,8 @@ class GraphCache:
         if num_shards == 1:
             plan = plan_from_assignment(edge_index, num_nodes, assignment, kept=kept)
         else:
-            split = partial(split_chunks, edge_index, assignment, num_shards, seed=options.seed)
-            numbers = fingerprint, tensor_fingerprint(assignment), num_shards, options.seed
+            split = partial(split_chunks, edge_index, assignment, num_shards)
+            numbers = fingerprint, tensor_fingerprint(assignment), num_shards
             shards = self._transport.run_on_first(partial(keep_parts, folder, numbers, split))
             plan = shard_plan(
                 edge_index, assignment, shards, index=index, num_shards=num_shards, kept=kept
@@ -299,20 +299,19 @@ class GraphCache:
 
     def _assign(self, fingerprint: int, edge_index: Tensor, num_nodes: int) -> Tensor:
         """Return `[num_nodes]` the chunk of each node."""
-        num_chunks, seed = self._options.count_chunks(num_nodes), self._options.seed
+        num_chunks = self._options.count_chunks(num_nodes)
         method, folder = self._options.cut.partition, self._options.given.plan_folder
-        work = partial(
-            partition_nodes, edge_index, num_nodes, num_chunks=num_chunks, method=method, seed=seed
-        )
+        work = partial(partition_nodes, edge_index, num_nodes, num_chunks=num_chunks, method=method)
         if isinstance(method, str) and num_chunks > 1:
-            numbers = fingerprint, num_chunks, text_fingerprint(method), seed
+            numbers = fingerprint, num_chunks, text_fingerprint(method)
             work = partial(keep_parts, folder, numbers, work)
         return self._transport.run_on_first(work)
 
 
 _RANDOM = (
     "Draw random numbers in the module's forward, shaped like its tensors (dropout, "
-    "torch.rand_like)."
+    "torch.rand_like). If layers outside of it compute its input, a change of their attributes, "
+    "such as a counter, is a new input as well: count in a callback."
 )
 _SCHEDULED = (
     "Keep a float that a schedule changes in a parameter without gradient, since weights are no "

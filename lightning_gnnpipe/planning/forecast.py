@@ -180,7 +180,7 @@ class Forecaster:
             settings = [(one, num_chunks) for one in options.savings()]
         if gib is None:
             return settings[0]
-        weights = weight_bytes(self._module, stages, options.weights)
+        weights = weight_bytes(self._target.root, self._module, stages, options.weights)
         predict = partial(predict_peaks, weights, stages, self._costs)
         return choose_setting(settings, predict, gib * GIB)[0]
 
@@ -305,7 +305,8 @@ class Forecaster:
         node_frac = float(sizes.nodes.sum(0).max()) / num_nodes
         rows = (sizes.nodes.sum(0) + sizes.received.sum(0)).max()
         fracs = node_frac, float(rows) / num_nodes
-        weights = weight_bytes(self._module, split.stages, setting[0].weights)
+        root, held = self._target.root, setting[0].weights
+        weights = weight_bytes(root, self._module, split.stages, held)
         peaks = predict_peaks(weights, split.stages, measured, setting, *fracs)
         for stage, peak in zip(split.stages, peaks, strict=True):
             yield StageForecast(
@@ -335,7 +336,7 @@ def _cut_checked(target: Target, *, is_cut: bool) -> Layers:
     with without_memory(find_convs(module)), raising_own_errors(module, call, inputs):
         repeats, served = bool(options.repeat_encoder), find_layers(module).all
         layers = cut_module(module, call, inputs, served, finds_repeatable=repeats, is_cut=is_cut)
-        if options.self_check and (is_cut or is_listed(module)):
+        if layers.is_of_whole or (options.self_check and (is_cut or is_listed(module))):
             check_layers(module, layers, call, inputs, on_chunks=is_cut)
     return layers
 

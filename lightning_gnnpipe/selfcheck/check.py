@@ -49,6 +49,7 @@ from lightning_gnnpipe.stages import (
     restore_buffers,
     strip_root,
     undisturbed,
+    whole_sample,
 )
 from lightning_gnnpipe.user_code import at, line_of
 
@@ -74,18 +75,21 @@ def check_layers(
 ) -> None:
     """Raise `UnsupportedError` if `layers`, traced in the present mode, differ from `module`.
 
-    `on_chunks`: compare chunks as well. `with_gradients`: compare gradients as well.
+    `on_chunks`: compare chunks as well. `with_gradients`: compare gradients as well. A module that
+    fails on a part of the graph is compared on the whole, in the order of one chunk's edges.
     """
+    with_gradients &= not layers.is_of_whole
     with _small_run(module, inputs.edge_index.device.type, with_gradients):
-        sample = draw_sample(module, call, inputs)
+        is_whole = layers.is_of_whole
+        sample = whole_sample(call, inputs) if is_whole else draw_sample(module, call, inputs)
         small = _in_full(replace(call, leaves=sample.leaves, num_nodes=None), module)
         num_nodes, edge_index = sample.num_nodes, sample.edge_index
         edge_sizes = sample.edge_sizes
         kinds = replace(inputs, num_nodes=num_nodes, edge_index=edge_index, edge_sizes=edge_sizes)
-        assignment = torch.arange(num_nodes) % min(NUM_CHUNKS, num_nodes)
+        assignment = torch.arange(num_nodes) % (1 if is_whole else min(NUM_CHUNKS, num_nodes))
         plan = plan_from_assignment(edge_index.cpu(), num_nodes, assignment)
         plan = plan.with_edge_sets(edge_sizes).to(edge_index.device)
-        check = _Check(module, layers, small)
+        check = _Check(module, layers, small, words=_OF_WHOLE if is_whole else _OF_CHUNKS)
         if call.held:  # forward reads them itself, so it does not run on a part of the graph
             with torch.no_grad():
                 check.trace(_in_full(call, module))
@@ -122,7 +126,7 @@ def check_graphs(
         assert sample.graphs is not None
         small = _in_full(replace(call, leaves=sample.leaves, slices={}), module)
         kinds = replace(inputs, num_nodes=sample.num_nodes, graphs=sample.graphs)
-        check = _Check(module, layers, small, sample.graphs.num_graphs)
+        check = _Check(module, layers, small, sample.graphs.num_graphs, words=_OF_BATCHES)
         check.trace(small)
         for num_chunks in (1, 2) if in_parts else (1,):
             plan = plan_micro_batches(sample.graphs.work(), sample.graphs.sizes, num_chunks)
@@ -154,6 +158,13 @@ _OF_CHUNKS = _Words(
     "message(self, x_j, d_i, d_j) for x[row], d[col] and d[row], or gcn_norm(edge_index, None, "
     "x.size(0)). Pass degrees to forward, pool behind the last layer, or train with num_chunks=1.",
 )
+_OF_WHOLE = _Words(
+    "the graph with its edges in another order",
+    "with the edges sorted by target as in your order",
+    "Pass each tensor with a row per edge as an argument of forward, named after its edges: "
+    "'rev_edge_weight' belongs to 'rev_edge_index'. Pass it twice, each in its own order, to use "
+    "it with two edge sets.",
+)
 _OF_BATCHES = _Words(
     "a few graphs of the batch",
     "on micro-batches as on the whole batch",
@@ -176,12 +187,18 @@ class _Check:
     """Compares the layers of a module with the module; `num_graphs`: None for one graph."""
 
     def __init__(
-        self, module: nn.Module, layers: Layers, call: Call, num_graphs: int | None = None
+        self,
+        module: nn.Module,
+        layers: Layers,
+        call: Call,
+        num_graphs: int | None = None,
+        *,
+        words: _Words,
     ) -> None:
         self._module, self._layers, self._call = module, layers, call
         self._num_graphs, self._found = num_graphs, find_layers(module)
         self._leaves = set(self._named(call))
-        self._words = _OF_CHUNKS if num_graphs is None else _OF_BATCHES
+        self._words = words
 
     def trace(self, call: Call) -> None:
         """Compare all layers, without chunks, with the module's own method on `call`."""

@@ -36,4 +36,11 @@ from lightning_gnnpipe.stages.split import (
     split_layers,
 )
 from lightning_gnnpipe.stages.trace import NUM_GRAPHS, most_layers, strip_root, trace
-from lightning_gnnpipe.stages.values import Sample, SampleRun, Value, draw_sample, draw_samples
+from lightning_gnnpipe.stages.values import (
+    Sample,
+    SampleRun,
+    Value,
+    draw_sample,
+    draw_samples,
+    whole_sample,
+)

@@ -16,7 +16,7 @@ from lightning_gnnpipe.stages.layers import FREE, ROW_KINDS, Layers, cut_layers
 from lightning_gnnpipe.stages.mixing import turn_leaves
 from lightning_gnnpipe.stages.repeat import find_repeatable
 from lightning_gnnpipe.stages.shapes import dim_asked, shape_like, size_asked
-from lightning_gnnpipe.stages.trace import trace
+from lightning_gnnpipe.stages.trace import strip_root, trace
 from lightning_gnnpipe.stages.values import (
     LEAF,
     PARTS,
@@ -59,6 +59,8 @@ def cut_module(
         layers = replace(
             _cut(graph, module, inputs, run, is_cut),
             trace=text,
+            written=frozenset(map(strip_root, run.written)),
+            is_of_whole=run.sample.is_whole,
             weights={f"leaf_{slot}": name for slot, name in call.weights.items()},
         )
         if repeats and not run.sample.is_whole:

@@ -72,6 +72,8 @@ class Layers:
     trace: str = ""  # text of the traced graph
     head: Segment | None = None  # computes the model's output from `outputs` and leaves
     weights: Mapping[str, str] = field(default_factory=dict)  # names of parameters, by their leaf
+    written: frozenset[str] = frozenset()  # names of buffers that forward changes
+    is_of_whole: bool = False  # traced on the whole graph, since it fails on a part
 
     def read_leaves(self) -> set[int]:
         """Return the numbers of the leaves that a layer reads or the model returns."""

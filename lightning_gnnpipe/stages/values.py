@@ -229,6 +229,7 @@ class SampleRun:
     is_shared: Several ranks share the layers, and sum gradients of the weights that these hold.
     draws: Names of nodes that draw random numbers.
     changers: Names of nodes that change buffers of modules.
+    written: Names of these buffers in the trace.
     writers: By the name of a node, the names of those that overwrite its result.
     """
 
@@ -250,7 +251,7 @@ class SampleRun:
         outside = (*self.sample.leaves, *root.parameters(), *root.buffers())
         self._devices = {one.device for one in outside if one.is_cuda}
         self.values: dict[str, Value] = {}
-        self.draws, self.changers = set[str](), set[str]()
+        self.draws, self.changers, self.written = set[str](), set[str](), set[str]()
         self.writers = defaultdict[str, set[str]](set)
 
     def again(self, graph: fx.Graph) -> None:
@@ -325,7 +326,7 @@ class SampleRun:
         if node.op == "call_module":
             part = self._root.get_submodule(str(node.target))
         before, self.is_running = Snapshot(part), True
-        buffers = list(map(version_of, part.buffers()))
+        buffers = {name: version_of(one) for name, one in part.named_buffers()}
         try:
             with undrawn(self._devices), torch.enable_grad():
                 numbers = random_states(self._devices)
@@ -335,8 +336,10 @@ class SampleRun:
         finally:
             self.is_running = False
             before.restore()
-        if buffers != list(map(version_of, part.buffers())):
-            self.changers.add(node.name)
+        for name, one in part.named_buffers():
+            if buffers.get(name) != version_of(one):
+                self.changers.add(node.name)
+                self.written.add(f"{node.target}.{name}")
         return result
 
     def _versions_now(self) -> dict[fx.Node, int]:

@@ -122,6 +122,7 @@ class PipelinedModel:
         is_cut: Callable[[Inputs], bool],
     ) -> None:
         self.module, self.intercepted = module, find_layers(module)
+        self.root = module  # what it is a part of, once known
         self._transport, self._options = transport, options
         self._check, self._is_cut, self._modes = check, is_cut, dict[Key, Mode]()
         self._num_changes, self._given = 0, dict[str, str]()  # the latter: plain arguments
@@ -258,13 +259,17 @@ class PipelinedModel:
     def share_statistics(self, *, replaced: bool) -> None:
         """Send running statistics that a pass has updated, or `replaced`, to all ranks; collective.
 
-        The stage that runs a norm updates them.
+        The stage that runs a norm updates them. So are other buffers that forward writes.
         """
         by_stage: dict[int, list[Tensor]] = {}
         for name, norm in (self.intercepted.norms | self.intercepted.batch_norms).items():
             stages = self._in_stages.get(f"{name}.running_mean")
             if stages and (tracks_statistics(norm) or replaced):
                 by_stage.setdefault(min(stages), []).extend(norm.buffers())
+        written = {name for mode in self._modes.values() for name in mode.layers.written}
+        for name in sorted(written & self._in_stages.keys()):  # as by power iterations
+            buffer = self.module.get_buffer(name)
+            by_stage.setdefault(min(self._in_stages[name]), []).append(buffer)
         if self._transport.world.is_distributed:
             self._transport.share_of_stages(by_stage)
 
@@ -417,7 +422,7 @@ class PipelinedModel:
             saved, chosen, memory = {}, run.chosen, ""
             if fits:
                 (options, number), memory = fit_memory(
-                    self.module, layers, found, repeated, costs, run
+                    self.root, self.module, layers, found, repeated, costs, run
                 )
                 saved = options.saved_beside(run.given)
                 chosen = number if run.cut.has_free_chunks else chosen

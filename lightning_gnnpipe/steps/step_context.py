@@ -92,8 +92,8 @@ def num_nodes(batch: Any) -> int | None:
 def _graphs(batch: Any) -> Iterator[Any]:
     if isinstance(batch, Batch | Data):
         yield batch
-    elif isinstance(batch, list | tuple):
-        for item in batch:
+    elif isinstance(batch, list | tuple | dict):
+        for item in batch.values() if isinstance(batch, dict) else batch:
             yield from _graphs(item)
 
 

@@ -68,9 +68,18 @@ def skips_batches(trainer: Trainer, *, is_end: bool) -> bool:
         trainer.should_stop = True
 
 
-def begin_batch(trainer: Trainer) -> None:
-    """Take part in the message that Lightning sends before each batch, since 2.6."""
-    getattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)()
+def without_signal_messages(trainer: Trainer) -> AbstractContextManager[None]:
+    """Leave out the message that Lightning sends before each batch, since 2.6, within the block.
+
+    A rank that alone begins a batch would wait for it; see `StopSignals`.
+    """
+    name, loop = "_broadcast_sigterm_tensor", trainer.fit_loop.epoch_loop
+    return replace_attributes(loop, {name: lambda: None} if hasattr(loop, name) else {})
+
+
+def validates_by_time(trainer: Trainer) -> bool:
+    """Whether a validation begins after so many seconds; possible since Lightning 2.6."""
+    return getattr(trainer, "_val_check_time_interval", None) is not None
 
 
 def keep_samplers(trainer: Trainer) -> AbstractContextManager[None]:

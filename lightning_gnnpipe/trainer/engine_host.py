@@ -122,6 +122,14 @@ class EngineHost:
             )
         if not self._replicas.are_several:
             self._patched.enter_context(_compat.keep_samplers(trainer))
+        if self._processes.has_peers:
+            self._patched.enter_context(_compat.without_signal_messages(trainer))
+        if self._processes.has_peers and is_fitting and _compat.validates_by_time(trainer):
+            _refuse(
+                "'val_check_interval' to be a number of batches, on several devices",
+                "a time, which passes differently on each rank",
+                "Write Trainer(val_check_interval=n), or check_val_every_n_epoch=n.",
+            )
         if is_fitting and options.idle_in_one_chunk and trainer.is_global_zero:
             names = ", ".join(options.idle_in_one_chunk)
             log.warning("With num_chunks=1 these options have no effect: %s.", names)
@@ -153,7 +161,7 @@ class EngineHost:
         engine = PipelineEngine(
             pipelined, transport, run_options, self.controls, self._found.method
         )
-        self._engine = engine
+        self._engine, engine.model.root = engine, module
         self._processes.signals.begin_run()
         if options.weights == "staged" and is_fitting and transport.mesh.num_stages > 1:
             optimizers = partial(getattr, self._strategy, "optimizers")
@@ -168,7 +176,7 @@ class EngineHost:
         for average in averages:
             self._processes.share_weights(average)
         engine.set_step(averages_weights=bool(averages))
-        self._patched.enter_context(self._replicas.computing_metrics(module))
+        self._patched.enter_context(self._replicas.computing_metrics())
         if is_fitting and trainer.is_global_zero:
             engine.model.on_split = partial(_tell_start, trainer, run_options)
             engine.model.say = partial(_say, trainer)
@@ -198,6 +206,7 @@ class EngineHost:
         try:
             engine.detach()
             if engine.options.is_fitting:
+                torch.empty((), dtype=torch.int64).random_()  # the next fit draws other masks
                 self.last_run = engine.run_state().without_histories()
             staged = engine.model.staged
             staged.lose() if is_interrupted else staged.make_whole()
@@ -221,7 +230,6 @@ class EngineHost:
         """
         trainer = self._strategy.user_module.trainer
         if self._processes.has_peers and _compat.skips_batches(trainer, is_end=is_end):
-            _compat.begin_batch(trainer)
             self._processes.everyone.meet("stop early")
 
     def _begin_step(self) -> None:
@@ -277,7 +285,9 @@ class EngineHost:
         if not self._is_called:
             refuse_uncalled(module, self._found)
         loss = output.get("loss") if isinstance(output, dict) else output
-        engine.note_loss(float(loss.detach()) if isinstance(loss, Tensor) else None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:  # by manual optimization
+            loss = None
+        engine.note_loss(None if loss is None else float(loss.detach()))
         self._processes.signals.obey()
         return output
 

@@ -221,11 +221,9 @@ class Processes:
     def share_start(self, module: nn.Module) -> int:
         """Copy rank 0's weights and random states to all ranks; return the seed of the run."""
         self.share_weights(module)
-        given = os.environ.get("PL_GLOBAL_SEED")
         device = self._strategy.root_device
         set_random_state(self.everyone.broadcast_object(random_state(device)), device)
-        seed = int(given) if given is not None else torch.initial_seed()
-        return self.everyone.broadcast_object(seed)
+        return self.everyone.broadcast_object(zlib.crc32(torch.get_rng_state().numpy().tobytes()))
 
     def barrier(self, name: str | None) -> None:
         """Wait for all ranks, unless an error ended the run."""
@@ -268,7 +266,8 @@ class Processes:
         is_ours = isinstance(exception, GNNPipeError | PeerError)
         is_mistake = not (is_ours or isinstance(exception, KeyboardInterrupt))
         first = self.transport.watch.fail(text)
-        if first is not None and first != text and first.endswith(what):
+        is_told = first is not None and first != text and first.endswith(what)
+        if is_told and not isinstance(launcher, ForkLauncher):  # torch shows one rank of those
             exception.__traceback__ = exception.__cause__ = None  # the first rank prints them
         elif is_mistake and not is_communication_error(exception):
             log.error("%s", text)

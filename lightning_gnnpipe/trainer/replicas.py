@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_gnnpipe.errors import ConfigError
-from lightning_gnnpipe.passing import replace_attributes
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer.processes import Processes
 
@@ -86,33 +85,32 @@ class Replicas:
         over.broadcast_all(self._strategy.user_module.buffers(), over.members.ranks[0])
 
     @contextmanager
-    def computing_metrics(self, module: nn.Module) -> Iterator[None]:
-        """Let the torchmetrics of `module` compute over replicas, not over all ranks."""
-        gather = self._gather_of_states() if self.are_several else None
-        with ExitStack() as patched:
-            for metric in (m for m in module.modules() if isinstance(m, Metric)):
-                changed = {
-                    "distributed_available_fn": _never if gather is None else _always,
-                    "dist_sync_fn": metric.dist_sync_fn or gather,
-                }
-                patched.enter_context(replace_attributes(metric, changed))
-            yield
+    def computing_metrics(self) -> Iterator[None]:
+        """Let all torchmetrics, wherever they are held, compute over replicas, not over all ranks.
 
-    def _gather_of_states(self) -> Callable[..., list[Tensor]]:
-        asked = self._processes.transport.asked
+        Ranks of a replica have the same numbers.
+        """
+        several, sync = self.are_several, Metric.sync
 
         def gather(state: Tensor, group: Any | None = None) -> list[Tensor]:
-            return asked.over(state, group, gather_all_tensors)
+            return self._processes.transport.asked.over(state, group, gather_all_tensors)
 
-        return gather  # a function: metrics are copied with their module
+        def sync_replicas(
+            metric: Metric,
+            dist_sync_fn: Any = None,
+            process_group: Any = None,
+            should_sync: bool = True,
+            distributed_available: Any = None,
+        ) -> None:
+            if several:
+                how = dist_sync_fn or gather, process_group, should_sync, lambda: True
+                sync(metric, *how)
 
-
-def _never() -> bool:
-    return False
-
-
-def _always() -> bool:
-    return True
+        setattr(Metric, "sync", sync_replicas)  # noqa: B010
+        try:
+            yield
+        finally:
+            setattr(Metric, "sync", sync)  # noqa: B010
 
 
 Gather = Callable[[Sequence[int]], list[list[int]]]

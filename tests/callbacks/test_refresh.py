@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+from torch.utils.data import DataLoader
 
 from lightning_gnnpipe import (
     BoundedStaleness,
@@ -18,7 +19,7 @@ from lightning_gnnpipe import (
     StalenessWarmup,
 )
 from lightning_gnnpipe.engine import PipelineEngine
-from tests.helpers.observed import fit
+from tests.helpers.observed import fit, make_data, make_module, make_trainer
 
 NUM_EPOCHS = 7
 MAKE: dict[str, Callable[[], L.Callback]] = {
@@ -57,6 +58,14 @@ def test_warmup_and_refresh_ask_for_exact_steps(asked: list[dict[str, Any]]) -> 
     assert [step["is_exact"] for step in run(asked, "warmup")] == [True] * 3 + [False] * 4
     due = [epoch > 0 and epoch % 2 == 0 for epoch in range(NUM_EPOCHS)]
     assert [step["refreshes"] for step in run(asked, "exact")] == due
+
+
+def test_each_of_several_inputs_is_copied(asked: list[dict[str, Any]]) -> None:
+    trainer = make_trainer(1, 4, EmbeddingRefresh(2, how="snapshot"), max_epochs=4)
+    graphs = [make_data().data for _ in range(3)]
+    trainer.fit(make_module(), DataLoader(graphs, batch_size=None))
+    copied = [step["takes_snapshot"] for step in asked]
+    assert copied == [False] * 3 + [True] * 3 + [False] * 3 + [True] * 3
 
 
 @pytest.mark.some_cases(6)

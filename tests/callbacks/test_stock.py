@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch_geometric.data import Data
-from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from tests.helpers.realistic import Realistic
@@ -33,6 +33,7 @@ class Measured(Realistic):
         self.collection = MetricCollection([MulticlassAccuracy(3), MulticlassF1Score(3)])
         self.both = MulticlassAccuracy(3) + MulticlassF1Score(3)
         self.mean = MeanMetric().set_dtype(torch.float64)
+        self.loose = {"number": SumMetric()}  # no submodule
 
     def forward(self, data: Data) -> Tensor:
         found = self.backbone(self.encode(data.x), data.edge_index, edge_attr=data.edge_attr)
@@ -45,11 +46,13 @@ class Measured(Realistic):
         self.both(logits, y)
         self.log("both", self.both, on_epoch=True, batch_size=1)
         self.mean.update(loss.detach())
+        self.loose["number"].update(len(y))
         self.log(f"{name}_loss", loss, batch_size=1)
         return loss
 
     def on_train_epoch_end(self) -> None:
         self.log("mean", self.mean.compute())
+        self.log("number", self.loose["number"].compute())
         self.mean.reset()
 
     def configure_optimizers(self) -> Any:
@@ -103,7 +106,7 @@ def fit(num_stages: int, folder: Path) -> tuple[L.LightningModule, list[dict[str
 
 def test_all_at_once(tmp_path: Path) -> None:
     plain, [expected] = fit(0, tmp_path / "0")
-    assert {"MulticlassAccuracy", "both_epoch", "mean", "norm"} <= expected.keys()
+    assert {"MulticlassAccuracy", "both_epoch", "mean", "number", "norm"} <= expected.keys()
     ours, ranks = fit(2, tmp_path / "2")
     for found in ranks:
         assert found == pytest.approx(expected, abs=1e-6)

@@ -292,6 +292,22 @@ def test_layers_are_also_timed_as_pyg_computes_them() -> None:
     assert not measure(Net(), cut=1, beside_pyg=False)[1].by_pyg
 
 
+def test_frozen_layers_take_the_time_of_frozen_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net()
+    net.first.requires_grad_(False)
+    net.convs[: L // 2].requires_grad_(False)
+
+    def take(*args: Any, **kwargs: Any) -> Any:
+        found = run(*args, **kwargs)
+        return found * 0 + (1.0, 3.0 if found[2] else 0.0, found[2])
+
+    run = timing._run
+    monkeypatch.setattr(timing, "_run", take)
+    _, found = measure(net)
+    ahead = [one.backward_s for one in found.layers]
+    assert max(ahead[: L // 2]) == 0 < min(ahead[L // 2 :]), ahead
+
+
 @pytest.mark.parametrize("conv", [gnn.GATConv, gnn.GCNConv])
 def test_a_layer_that_runs_takes_more_than_it_saves(conv: Any) -> None:
     net = Net((D, D, D))

@@ -219,6 +219,31 @@ def test_a_refusal_counts_weights_once_for_each_number_of_stages() -> None:
     assert net.num_counts < 100
 
 
+def test_weights_beside_the_pipelined_module_are_counted() -> None:
+    """With their gradients and optimizer states, unless they are frozen."""
+
+    class Beside(NodeClassifier):
+        def __init__(self, is_frozen: bool) -> None:
+            super().__init__(GNN(8, WIDTH, 3, NUM_LAYERS, 0.0), 3)
+            self.more = nn.Embedding(1000, 512).requires_grad_(not is_frozen)
+
+    needed = []
+    for make in (None, True, False):
+        _, data = make_inputs()
+        module = (
+            NodeClassifier(GNN(8, WIDTH, 3, NUM_LAYERS, 0.0), 3) if make is None else Beside(make)
+        )
+        trainer = make_trainer(1, 4, strategy={"memory_gib": 1e-6})
+        with pytest.raises(ConfigError, match=r"it would take (\S+) GiB") as caught:
+            trainer.fit(module, data)
+        found = re.search(r"take (\S+) GiB", str(caught.value))
+        assert found is not None
+        needed.append(float(found[1]) * 2**30)
+    of_more = 4 * 1000 * 512
+    assert needed[1] - needed[0] == pytest.approx(of_more, rel=0.15)
+    assert needed[2] - needed[0] == pytest.approx(4 * of_more, rel=0.15)
+
+
 def test_what_cannot_fit_is_refused_with_what_would(tmp_path: Path) -> None:
     text = (
         r"Training does not fit into memory_gib=1e-06: it would take (\S+) GiB\.\n"

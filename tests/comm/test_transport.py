@@ -96,8 +96,9 @@ def leave_behind(transport: Transport) -> None:
 def share(transport: Transport) -> None:
     stage = transport.mesh.stage
     found = [torch.full((2,), float(stage)), torch.tensor(stage), torch.ones(3, 1)]
-    transport.broadcast_all(found, 1)
-    assert [one.tolist() for one in found] == [[1.0, 1.0], 1, [[1.0]] * 3]
+    found.append(torch.tensor([stage], dtype=torch.int16))
+    transport.broadcast_all([*found, torch.eye(2 + stage).to_sparse_csr()], 1)
+    assert [one.tolist() for one in found] == [[1.0, 1.0], 1, [[1.0]] * 3, [1]]
     total = torch.tensor([1.0 + stage])
     transport.all_reduce(total, "weight_grad")
     assert total.item() == 3

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.passing import aggregate, edges
 from tests.engine.test_gradients import CHUNKS, WHOLE, Batch, D, make_batch
+from tests.helpers import alike
 from tests.helpers.engines import one_process_engine
 
 UPSTREAM = {"flow": "target_to_source"}
@@ -138,3 +139,24 @@ def test_a_graph_of_one_node_and_one_edge() -> None:
     given = {"x": torch.randn(1, D), "edge_index": edges, "edge_attr": torch.rand(1, 2)}
     engine = one_process_engine(module, partition=torch.zeros(1, dtype=torch.int64))
     torch.testing.assert_close(engine.forward((), given), module(**given))
+
+
+class Iterates(nn.Module):
+    """A power iteration behind its last layer updates buffers in each training pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(gnn.GCNConv(alike.D, alike.D) for _ in range(3))
+        self.lin = nn.utils.parametrizations.spectral_norm(nn.Linear(alike.D, alike.D))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = conv(x, edge_index).tanh()
+        return self.lin(x)
+
+
+def test_buffers_that_the_last_stage_updates_come_back() -> None:
+    plain, ours = alike.fit(Iterates), alike.fit(Iterates, num_chunks=1, num_stages=2)
+    expected = plain.state_dict()
+    for name, value in ours.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-9)

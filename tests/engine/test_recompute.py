@@ -50,8 +50,38 @@ class Two(nn.Module):
         return self.second(nn.functional.dropout(x, self.dropout), edge_index)
 
 
+class Iterates(nn.Module):
+    """A power iteration on its weight updates buffers in each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = gnn.GCNConv(D, D), gnn.GCNConv(D, D)
+        self.lin = nn.utils.parametrizations.spectral_norm(nn.Linear(D, D))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.lin(self.conv(x, edge_index).tanh())
+        return self.last(x, edge_index)
+
+
+class Summed(nn.Module):
+    """Sums its layers' outputs: the gradient of the sum is that of the last output as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(gnn.GCNConv(D, D) for _ in range(4))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        total = x
+        for conv in self.convs:
+            x = conv(x, edge_index).tanh()
+            total = total + x
+        return total
+
+
 NETS: dict[str, Callable[[], nn.Module]] = {
     "mixed": Net,
+    "summed": Summed,
+    "iterates": Iterates,
     "gcnii": lambda: GCNII(D, D, 3, num_layers=4, dropout=0.5),
     "drops always": lambda: Two(gnn.GATConv, 0.5),
 }
@@ -98,6 +128,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dropout in evaluation": ("drops always", {"training": False, "lr": 0.05}),
     "two passes in a step": ("mixed", {"steps": (0, 0, 0, 0), "lr": 0.05}),
     "one chunk": ("mixed", {"partition": torch.zeros_like(PARTITION), "lr": 0.05}),
+    "power iteration": ("iterates", {"partition": torch.zeros_like(PARTITION), "lr": 0.05}),
 }
 
 

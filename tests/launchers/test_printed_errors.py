@@ -34,7 +34,9 @@ class Module(NodeClassifier):
 
 
 if __name__ == "__main__":
-    strategy = GNNPipeStrategy(num_chunks=1000 if sys.argv[1] == "chunks" else 2)
+    method = sys.argv[3] if sys.argv[3:] else "popen"
+    num_chunks = 1000 if sys.argv[1] == "chunks" else 2
+    strategy = GNNPipeStrategy(num_chunks=num_chunks, start_method=method)
     trainer = L.Trainer(
         accelerator="cpu", devices=2, max_epochs=2, strategy=strategy, logger=False,
         enable_checkpointing=False,
@@ -69,6 +71,12 @@ def test_a_users_mistake_shows_its_lines_and_what_they_call_once(
     assert text.count('batch["missing"]') == 1, text
     assert len(re.findall("^Rank . failed: KeyError", text, re.MULTILINE)) == 1, text
     assert "fit_loop.py" not in text, text
+
+
+def test_of_forks_each_keeps_its_lines(tmp_path: Path) -> None:
+    """torch shows the error of one of them."""
+    text = run_script(tmp_path, SCRIPT, "mistake", "all", "fork", fails=True).text
+    assert 'batch["missing"]' in text, text
 
 
 @pytest.mark.parametrize("is_refusal", [True, False])

@@ -54,6 +54,59 @@ def assert_refused(net: nn.Module, words: str, num_chunks: int = 3) -> None:
         engine.forward((GRAPH.x, GRAPH.edge_index), {})
 
 
+class TwoSets(nn.Module):
+    """Weights of edges are read with the edges that they belong to, and with the turned ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.there, self.back = gnn.GraphConv(W, W), gnn.GraphConv(W, W)
+
+    def forward(
+        self, x: Tensor, edge_index: Tensor, rev_edge_index: Tensor, edge_weight: Tensor
+    ) -> Tensor:
+        x = self.there(x, edge_index, edge_weight).tanh()
+        return self.back(x, rev_edge_index, edge_weight)
+
+
+class OwnWeights(gnn.MessagePassing):
+    """A layer with a weight for each edge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(GRAPH.num_edges))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x, scale=self.scale)
+
+    def message(self, x_j: Tensor, scale: Tensor) -> Tensor:
+        return x_j * scale.view(-1, 1)
+
+
+class Weighs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = gnn.GCNConv(W, W), OwnWeights()
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.second(self.first(x, edge_index).tanh(), edge_index)
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_rows_of_edges_in_another_order_with_one_chunk(is_listed: bool) -> None:
+    """Layers get edges sorted by target. Only edges in that order may be taken as they are."""
+    edges, weight = GRAPH.edge_index, torch.rand(GRAPH.num_edges)
+    net, given = (Weighs(), ()) if is_listed else (TwoSets(), (edges.flip(0), weight))
+    engine = one_process_engine(net, partition=torch.zeros(N, dtype=torch.int64))
+    words = r"edges sorted by target(.|\n)*Pass each tensor with a row per edge"
+    with pytest.raises(UnsupportedError, match=words):
+        engine.forward((GRAPH.x, edges, *given), {})
+    if is_listed:
+        edges = edges[:, edges[1].argsort(stable=True)]
+        engine = one_process_engine(net, partition=torch.zeros(N, dtype=torch.int64))
+        found = engine.forward((GRAPH.x, edges), {})
+        torch.testing.assert_close(found, net(GRAPH.x, edges), rtol=0, atol=1e-10)
+
+
 SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda x: x.mean(0) + x,
     "sum": lambda x: torch.sum(x, dim=0, keepdim=True) / x.size(0) + x,

@@ -73,6 +73,14 @@ def test_later_exact_steps_use_the_files_of_the_first(
     assert len(made) == 2 * num_first > 0
 
 
+def test_a_gradient_of_several_values_is_kept_until_all_are_done(tmp_path: Path) -> None:
+    expected = train("summed", exact_in_chunks=True)
+    found = train("summed", exact_in_chunks=True, table_folder=tmp_path)
+    for ours, theirs in zip(found, expected, strict=True):
+        for key in ours:
+            assert torch.equal(ours[key], theirs[key]), key
+
+
 def test_two_passes_at_once_have_files_of_their_own(tmp_path: Path) -> None:
     def grads(**more: Any) -> list[Tensor]:
         torch.manual_seed(0)
