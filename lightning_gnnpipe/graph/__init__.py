@@ -20,6 +20,7 @@ from lightning_gnnpipe.graph.partition import (
     measure_split,
     partition_nodes,
     split_chunks,
+    starts_of,
 )
 from lightning_gnnpipe.graph.plan import (
     BatchPlan,

@@ -13,6 +13,7 @@ from typing import Any
 
 import pymetis
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_gnnpipe.errors import ConfigError, GraphError
@@ -55,7 +56,7 @@ def partition_nodes(
 
 
 def _metis(links: Tensor, weights: Tensor, num_chunks: int, seed: int) -> Tensor:
-    starts, ends = _starts(links, weights.numel()).to(torch.int32), links[1].to(torch.int32)
+    starts, ends = starts_of(links[0], weights.numel()).to(torch.int32), links[1].to(torch.int32)
     adjacency = pymetis.CSRAdjacency(starts.numpy(), ends.numpy())
     _, parts = pymetis.part_graph(
         num_chunks,
@@ -79,7 +80,7 @@ def _kaminpar(links: Tensor, weights: Tensor, num_chunks: int, seed: int) -> Ten
     num_nodes = weights.numel()
     first = 8 * (3 + num_nodes + 1)  # byte of the first link
     header = torch.tensor([1 + 8, num_nodes, links.size(1)])  # links have no weights and 32 bits
-    places = first + 4 * _starts(links, num_nodes)
+    places = first + 4 * starts_of(links[0], num_nodes)
     with NamedTemporaryFile() as file:  # the package reads files only, here in ParHIP's format
         for part in (header, places, links[1].int(), weights):
             part.numpy().tofile(file)
@@ -90,11 +91,9 @@ def _kaminpar(links: Tensor, weights: Tensor, num_chunks: int, seed: int) -> Ten
     return torch.tensor(solver.compute_partition(graph, num_chunks, 0.03))
 
 
-def _starts(links: Tensor, num_nodes: int) -> Tensor:
-    """Return `[num_nodes + 1]` the place of the first link of each node, and the last end."""
-    starts = torch.zeros(num_nodes + 1, dtype=torch.int64)
-    starts[1:] = torch.bincount(links[0], minlength=num_nodes).cumsum(0)
-    return starts
+def starts_of(numbers: Tensor, count: int) -> Tensor:
+    """Return `[count + 1]` where each of `count` numbers starts when they are sorted; the end."""
+    return F.pad(torch.bincount(numbers, minlength=count).cumsum(0), (1, 0))
 
 
 def _symmetrize(edge_index: Tensor, num_nodes: int) -> Tensor:

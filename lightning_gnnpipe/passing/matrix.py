@@ -20,7 +20,7 @@ from torch_geometric.utils import to_edge_index
 
 from lightning_gnnpipe._compat_torch import version_of
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.passing.sparse import starts_of
+from lightning_gnnpipe.graph import starts_of
 
 if TYPE_CHECKING:
     from lightning_gnnpipe.passing.context import MessageContext

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_gnnpipe.errors import first_line
-from lightning_gnnpipe.graph import Chunk
+from lightning_gnnpipe.graph import Chunk, starts_of
 from lightning_gnnpipe.staleness import StepOrder
 
 log = logging.getLogger(__name__)
@@ -81,11 +81,6 @@ class Pattern:
         counts = self.starts_by_source.diff()
         of_source = own.repeat_interleave(counts, output_size=self.sources.numel())
         return of_source != own.index_select(0, self.targets_by_source)
-
-
-def starts_of(numbers: Tensor, count: int) -> Tensor:
-    """Return where each of `count` numbers starts when they are sorted, and the end."""
-    return F.pad(torch.bincount(numbers, minlength=count).cumsum(0), (1, 0))
 
 
 class Adjacency:

@@ -228,10 +228,14 @@ class ReturnsTwice(Base):
         return {"out": out, "dropped": self.dropout(out), "x": x}
 
 
-def check(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+def check(
+    module: nn.Module, dtype: torch.dtype = torch.float32, edges: Tensor | None = None
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    edges = torch.randint(0, N, (2, 80), generator=generator)
-    x = torch.randn(N, D, generator=generator).to(dtype)
+    num_nodes = N if edges is None else 2 * edges.size(1)
+    if edges is None:
+        edges = torch.randint(0, N, (2, 80), generator=generator)
+    x = torch.randn(num_nodes, D, generator=generator).to(dtype)
     call = flatten_call(module, (x.requires_grad_(isinstance(module, InputBeside)), edges), {})
     inputs = classify(call)
     run = SampleRun(draw_samples(module, call, inputs), call)
@@ -298,6 +302,28 @@ def test_p4_what_is_wrong_on_chunks_is_refused(kind: Callable[[], Base], text: s
         check(module)
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(b, buffers[name]) for name, b in module.named_buffers())
+
+
+class Centers(MessagePassing):
+    """Takes the mean of all rows that it sees, before it passes them on."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.lin = nn.Linear(in_channels, out_channels)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=self.lin(x - x.mean(0)))
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j
+
+
+def test_p4_rows_of_the_chunk_itself_are_passed_on() -> None:
+    """Also if each edge joins a node and the next one, so that chunks in turn have none inside."""
+    pairs = torch.arange(100).view(-1, 2).t()
+    check(Base(MeanByHand), edges=pairs)
+    with pytest.raises(UnsupportedError, match="begins in or next to layer"):
+        check(Base(Centers), edges=pairs)
 
 
 @pytest.mark.parametrize("self_check", [True, False])
