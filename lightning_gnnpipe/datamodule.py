@@ -14,7 +14,7 @@ from typing import Any, NoReturn, get_args
 import lightning as L
 import numpy as np
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 from torch_geometric.data import Data, Dataset, HeteroData
@@ -103,6 +103,8 @@ class FullGraphDataModule(L.LightningDataModule):
         else:
             _check_split(split, num_splits=1)
             draw_masks(graph, split_fracs, seed)
+            shares = ", ".join(f"{share:.0%}" for share in split_fracs)
+            rank_zero_info(f"The graph has no masks: {shares} are drawn to train, validate, test.")
         if graph.y is not None and graph.y.is_floating_point():
             rows = torch.stack([graph[name] for name in MASKS if name in graph]).any(0)
             used = graph.y.where(rows.view(-1, *[1] * (graph.y.dim() - 1)), 0)

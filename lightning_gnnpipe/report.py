@@ -15,7 +15,7 @@ from lightning_gnnpipe.stages import Layers, Segment, Stage, ids_in_stages
 from lightning_gnnpipe.types import Weights
 
 _MIB = 2**20
-CLOSE = 1.2  # forecasts that differ by less tell no difference
+CLOSE = 1.3  # forecasts that differ by less tell no difference
 # Measured with nine networks, see docs/choosing.md.
 TIMED_ALONE = (
     "Layers were timed alone: on CPUs steps take 0.6 to 1.4 times as long, "
@@ -143,5 +143,5 @@ def compare_weights(sent: Mapping[Weights, int]) -> str:
 def compare_times(times: Mapping[int, float], num_shards: int) -> str:
     """Return seconds of computing a step; `times`: of all shards together by chunks, K first."""
     own, *more = [f"{seconds / num_shards:.3f} s in {n}" for n, seconds in times.items()]
-    compared = f" ({', '.join(more)})" if more else ""
-    return f"Computing a step, without sending, takes about {own} chunks{compared}."
+    compared, end = f" ({', '.join(more)})" if more else "", "s" * (next(iter(times)) > 1)
+    return f"Computing a step, without sending, takes about {own} chunk{end}{compared}."

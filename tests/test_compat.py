@@ -85,6 +85,7 @@ UNLISTED = {
     *("_propagate", "_global_", "_torchdynamo_orig_callable"),
     "_optimizer_step_post_hooks",  # of instances alone
     "_broadcast_sigterm_tensor",  # nothing before Lightning 2.6
+    "_val_check_time_interval",  # likewise
 }
 # Parts of keys and of the user's names, and the mark of a namedtuple, which Python documents.
 HARMLESS = {

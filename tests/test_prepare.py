@@ -423,6 +423,7 @@ def test_a_process_killed_while_it_writes_leaves_no_folder(place: int, tmp_path:
 def test_a_write_that_fails_leaves_no_folder(
     most_bytes: int, is_killed: bool, tmp_path: Path
 ) -> None:
+    graph = FullGraphDataModule(make_graph())  # which prints a line
     folder, process = tmp_path / "graph", os.fork()
     if process == 0:
         status = 1
@@ -430,7 +431,7 @@ def test_a_write_that_fails_leaves_no_folder(
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL if is_killed else signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            prepare_graph(make_graph(), folder, num_chunks=NUM_CHUNKS)
+            prepare_graph(graph, folder, num_chunks=NUM_CHUNKS)
         except ConfigError as error:
             status = 3 if "Nothing is left of it" in str(error) else 4
         finally:

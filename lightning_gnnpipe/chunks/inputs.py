@@ -119,8 +119,9 @@ class PlannedInputs(PassInputs):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the permuted copies."""
-        return sum(copy.nbytes for _, copy in self._copies.values())
+        """Bytes of the permuted copies; none are made of a graph in order."""
+        copies = () if self._plan.is_in_order else self._copies.values()
+        return sum(copy.nbytes for _, copy in copies)
 
     def load(self, call: Call, inputs: Inputs, numbers: Sequence[int | None] = ()) -> None:
         """Use the tensors of `call`; copies are reused while their number stays, if not None."""
@@ -222,7 +223,9 @@ class PlannedInputs(PassInputs):
         cached = self._copies.get(name)
         if cached is None or cached[0] != number:
             with torch.inference_mode(False), torch.no_grad():
-                rows = leaf.detach() if self._plan.is_in_order else leaf.detach()[order()]
+                # No copy in order; a change in place makes matrices anew.
+                first = leaf if cached is None else leaf.detach()
+                rows = first if self._plan.is_in_order else leaf.detach()[order()]
             cached = self._copies[name] = number, rows
         return cached[1]
 

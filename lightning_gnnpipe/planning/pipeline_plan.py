@@ -205,11 +205,14 @@ class PipelinePlan:
 
     def _cut_lines(self) -> list[str]:
         rows, halo, stages = self.chunk_rows, sum(self.halo_rows), self.layout.stages
-        chunks = f"{len(rows)} chunk{'s' if len(rows) > 1 else ''}"
+        chunks = "1 chunk"
+        if len(rows) > 1:
+            chunks = (
+                f"{len(rows)} chunks of {min(rows):,} to {max(rows):,} nodes, which read {halo:,} "
+                f"of other chunks; {self.edge_cut_frac:.1%} of the edges are between chunks"
+            )
         lines = [
-            f"{self.num_nodes:,} nodes, {self.num_edges:,} edges in {chunks} of "
-            f"{min(rows):,} to {max(rows):,} nodes, which read {halo:,} of other chunks; "
-            f"{self.edge_cut_frac:.1%} of the edges are between chunks",
+            f"{self.num_nodes:,} nodes, {self.num_edges:,} edges in {chunks}",
             f"Layers in stages: {len(self.layer_names)} in {len(stages)}",
         ]
         for number, stage in enumerate(stages):

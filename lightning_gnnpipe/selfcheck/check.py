@@ -107,7 +107,7 @@ def check_layers(
 def _assign(edge_index: Tensor, num_nodes: int) -> Tensor:
     """Return chunks: the nodes in turn, but moved until an eighth of the edges are within chunks.
 
-    Else an own layer that takes a mean of its chunk might pass on rows of others alone.
+    Else an own layer that takes a mean of its chunk might pass on rows of other chunks alone.
     """
     found = torch.arange(num_nodes) % min(NUM_CHUNKS, num_nodes)
     for source, target in edge_index.t().tolist():

@@ -53,6 +53,7 @@ from lightning_gnnpipe.trainer.processes import (
     Processes,
     random_number,
     random_state,
+    renew_seed,
     set_random_state,
 )
 from lightning_gnnpipe.trainer.replicas import Replicas
@@ -206,7 +207,7 @@ class EngineHost:
         try:
             engine.detach()
             if engine.options.is_fitting:
-                torch.empty((), dtype=torch.int64).random_()  # the next fit draws other masks
+                renew_seed()
                 self.last_run = engine.run_state().without_histories()
             staged = engine.model.staged
             staged.lose() if is_interrupted else staged.make_whole()

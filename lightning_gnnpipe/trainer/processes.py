@@ -223,7 +223,7 @@ class Processes:
         self.share_weights(module)
         device = self._strategy.root_device
         set_random_state(self.everyone.broadcast_object(random_state(device)), device)
-        return self.everyone.broadcast_object(zlib.crc32(torch.get_rng_state().numpy().tobytes()))
+        return self.everyone.broadcast_object(torch.initial_seed())
 
     def barrier(self, name: str | None) -> None:
         """Wait for all ranks, unless an error ended the run."""
@@ -338,7 +338,15 @@ class ForkLauncher(_compat.MultiProcessingLauncher):
                     sys.exit(128 + signal.SIGTERM)
                 raise
 
-        return super().launch(work, *args, trainer=trainer, **kwargs)
+        found = super().launch(work, *args, trainer=trainer, **kwargs)
+        if trainer.state.fn == TrainerFn.FITTING:
+            renew_seed()
+        return found
+
+
+def renew_seed() -> None:
+    """Have torch draw other numbers, so that the next fit has masks of its own."""
+    torch.manual_seed(random.Random(torch.initial_seed()).getrandbits(63))
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
