@@ -97,7 +97,7 @@ class GNNPipeStrategy(PipelineHooks):
             synchronous. Needs `graph_parallel` of 2 or more.
         repeat_encoder: Let stages compute again what an encoder makes of the batch node by node,
             such as GCNII's X_0, instead of receiving it. True: wherever that is possible. "auto":
-            where it sends fewer bytes and uses at most 128 weights for each byte of a node's value.
+            where it sends fewer bytes and is cheap, as a linear layer on up to 511 features is.
             Not for batches of many graphs.
         weights: "whole": every rank holds and updates all weights, and stages send each other their
             gradients, as under DDP. "staged": weights of other stages are empty on a rank, and
