@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_gnnpipe._compat_torch import pytree
 from lightning_gnnpipe.calls import Call, ChangedGraph, Inputs, classify
+from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.stages import Sample, draw_sample, undisturbed
 
 Run = Callable[[Sequence[Any], Mapping[str, Any], str], Any]
@@ -33,6 +34,11 @@ class PipelinedMethod:
 
     def attach(self, run: Run) -> None:
         """Replace the method by `run`, which gets its arguments and its name."""
+        if self.name in vars(self.module):
+            raise UnsupportedError(
+                f"'{self.name}' is set on an instance of {type(self.module).__name__}, whose class "
+                "is traced.\nWrite it in the class, or in a subclass."
+            )
         self._run = run
         vars(self.module)[self.name] = _Method(self)
 

@@ -54,7 +54,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 _OTHER_VALUES: dict[str, Any] = {
     "partition": Tensor,
-    "balance": object,
+    "balance": (list, tuple),
     "history_dtype": (torch.dtype, type(None)),
 }
 _OF_CHUNKS = ("partition", "cross_chunk_edges", "cuda_graphs", "exact_in_chunks", "table_folder")

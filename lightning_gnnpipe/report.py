@@ -16,7 +16,7 @@ from lightning_gnnpipe.types import Weights
 
 _MIB = 2**20
 CLOSE = 1.3  # forecasts that differ by less tell no difference
-# Measured with nine networks, see docs/choosing.md.
+# Measured with nine networks on two cores.
 TIMED_ALONE = (
     "Layers were timed alone: on CPUs steps take 0.6 to 1.4 times as long, "
     "by graph parallelism up to twice."

@@ -22,6 +22,7 @@ from lightning_gnnpipe.chunks.memory import (
 from lightning_gnnpipe.chunks.step import (
     PassSpec,
     Step,
+    kept_buffers,
     make_seeds,
     own_random_stream,
     run_segments,

@@ -336,6 +336,9 @@ def run_recomputed(
         again = (group, buffers) if tape.is_replay else ((), ())
         with context.taped(tape), kept_buffers(*again):
             run_segments(group, local, chunk, context, seed_of, unread_after(group, outputs))
+        now = [b for s in group for b in s.module.buffers()] if buffers else []
+        if not tape.is_replay and all(map(torch.equal, buffers, now)):
+            buffers.clear()
         tape.is_replay = True
         return tuple(local[name] for name in outputs)
 

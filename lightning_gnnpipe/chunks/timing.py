@@ -378,7 +378,7 @@ def _form_of(segment: Segment) -> Hashable:
     parts = [module.get_submodule(str(one.target)) for one in nodes if one.op == "call_module"]
     names = [_FLOAT.sub("", repr(part)) for part in parts]  # alpha=0.1, eps=1e-05
     shapes = [
-        (name, *(tuple(p.shape) for p in part.parameters()))
+        (name, *((tuple(p.shape), p.requires_grad) for p in part.parameters()))
         for name, part in zip(names, parts, strict=True)
     ]
     is_named = "call_function", "call_method"

@@ -30,7 +30,7 @@ from lightning_gnnpipe.layers import (
 from lightning_gnnpipe.methods import is_one_graph
 from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.selfcheck import check_graphs, check_layers, norms_without_batch
-from lightning_gnnpipe.stages import Layers, is_listed
+from lightning_gnnpipe.stages import Layers
 from lightning_gnnpipe.staleness import DENSE
 from lightning_gnnpipe.steps import PipelinedModel
 
@@ -104,13 +104,8 @@ class EngineChecks:
         is_measured = options.is_fitting and options.measures(options.num_stages + 1)
         if inputs.graphs is None and (is_training or is_measured):
             options.count_chunks(inputs.num_nodes)
-        check = " and checking it" if self._compares(inputs) else ""
+        check = " and checking it" if options.given.self_check else ""
         self._model.say(f"Tracing the network{check} ...")
-
-    def _compares(self, inputs: Inputs) -> bool:
-        """Whether new layers are compared with the module itself."""
-        is_split = inputs.graphs is not None or self._graphs.is_cut(inputs)
-        return self._options.given.self_check and (is_split or is_listed(self._model.module))
 
     def several_forwards(self, has_graphs: bool) -> None:
         """Refuse a second training pass before the backward of the first, where it cannot run."""
@@ -199,8 +194,9 @@ class EngineChecks:
                 found="values of edges, some of which are dropped",
                 remedy="Compute values of edges from the embeddings that the last layer returns.",
             )
-        if self._compares(inputs) or layers.is_of_whole:
+        if options.given.self_check:
             is_cut = self._graphs.is_cut(inputs)
+            trains &= is_cut or torch.is_grad_enabled()  # else forward may ask for it
             check_layers(module, layers, call, inputs, on_chunks=is_cut, with_gradients=trains)
 
     def _layers_of_batches(
@@ -220,7 +216,7 @@ class EngineChecks:
                     "graphs.",
                     used[0],
                 )
-        if self._compares(inputs):
+        if options.given.self_check:
             check_graphs(module, layers, call, inputs, in_parts=in_parts, with_gradients=trains)
 
 

@@ -55,7 +55,7 @@ def deferred(norms: Mapping[str, nn.Module], context: NativeContext) -> Iterator
 
 
 def _defer(name: str, norm: Any, context: NativeContext) -> Callable[[Tensor], Tensor]:
-    original, sums = norm.forward, dict[tuple[int, str, int], list[Tensor]]()
+    original, sums = norm.forward, dict[tuple[int, str, int], list[Tensor | None]]()
 
     def run(x: Tensor) -> Tensor:
         if not uses_batch_statistics(norm):
@@ -70,9 +70,11 @@ def _defer(name: str, norm: Any, context: NativeContext) -> Callable[[Tensor], T
         key = context.next_key(name)
         if tracks_statistics(norm) and not context.is_replay:
             parts = sums.setdefault(key, [])
-            parts.append(_moments(x.detach()))
+            parts.append(_moments(x.detach()) if x.numel() else None)  # of graphs without edges
             if len(parts) == context.num_chunks:
-                update_running(norm, *_pooled(torch.stack(sums.pop(key))))
+                found = [one for one in sums.pop(key) if one is not None]
+                if found:
+                    update_running(norm, *_pooled(torch.stack(found)))
         return F.batch_norm(x, None, None, norm.weight, norm.bias, True, 0.0, norm.eps)
 
     return run

@@ -70,7 +70,6 @@ from lightning_gnnpipe.stages import (
     choose_repeated,
     cut_module,
     find_users,
-    is_listed,
     solve_balance,
     split_layers,
 )
@@ -336,7 +335,7 @@ def _cut_checked(target: Target, *, is_cut: bool) -> Layers:
     with without_memory(find_convs(module)), raising_own_errors(module, call, inputs):
         repeats, served = bool(options.repeat_encoder), find_layers(module).all
         layers = cut_module(module, call, inputs, served, finds_repeatable=repeats, is_cut=is_cut)
-        if layers.is_of_whole or (options.self_check and (is_cut or is_listed(module))):
+        if options.self_check:
             check_layers(module, layers, call, inputs, on_chunks=is_cut)
     return layers
 

@@ -25,6 +25,7 @@ from lightning_gnnpipe.chunks import (
     BatchInputs,
     PassInputs,
     PlannedInputs,
+    kept_buffers,
     run_segments,
     unread_after,
 )
@@ -94,9 +95,9 @@ def check_layers(
         check = _Check(module, layers, small, words=_OF_WHOLE if is_whole else _OF_CHUNKS)
         if call.held:  # forward reads them itself, so it does not run on a part of the graph
             with torch.no_grad():
-                check.trace(_in_full(call, module))
+                check.trace(_in_full(call, module), may_write=not on_chunks)
         else:
-            check.trace(small)
+            check.trace(small, may_write=not on_chunks)
         context = LiveContext(plan)
         for chunks in (plan.whole.chunks, plan.chunks) if on_chunks else (plan.whole.chunks,):
             planned = PlannedInputs(plan)
@@ -179,7 +180,7 @@ _OF_WHOLE = _Words(
     "with the edges sorted by target as in your order",
     "Pass each tensor with a row per edge as an argument of forward, named after its edges: "
     "'rev_edge_weight' belongs to 'rev_edge_index'. Pass it twice, each in its own order, to use "
-    "it with two edge sets.",
+    "it with two edge sets. Or sort edge_index by target.",
 )
 _OF_BATCHES = _Words(
     "a few graphs of the batch",
@@ -216,8 +217,11 @@ class _Check:
         self._leaves = set(self._named(call))
         self._words = words
 
-    def trace(self, call: Call) -> None:
-        """Compare all layers, without chunks, with the module's own method on `call`."""
+    def trace(self, call: Call, *, may_write: bool = False) -> None:
+        """Compare all layers, without chunks, with the module's own method on `call`.
+
+        `may_write`: forward may change buffers.
+        """
         module, layers = self._module, self._layers
         wanted = [*_trained(module), *filter(_needs_grad, call.leaves)]
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -226,7 +230,7 @@ class _Check:
             result = call.run(module, call.leaves, self._num_graphs)
             exact = flatten(result)
             exact_grads = _gradients(exact, wanted)
-            _check_buffers(module, buffers)
+            _check_buffers(module, buffers, may_write=may_write)
             unread = unread_after(layers.segments, layers.outputs)
             run_segments(layers.segments, values, None, context, unread=unread)
         output = layers.rebuild_output([values[name] for name in layers.outputs], call.leaves)
@@ -240,8 +244,9 @@ class _Check:
             raise UnsupportedError(
                 expected="the traced or listed layers to compute the same as forward",
                 found=f"a difference of {size:.2g}",
-                remedy="Pass the tensors that forward reads as arguments, or train with "
-                "num_chunks=1.",
+                remedy="Pass the tensors that forward reads as arguments. Use the results of "
+                "operations in place, as in w = w.clamp_(0), and ask for no type, as in "
+                "isinstance(x, Tensor).",
             )
 
     def pieces(
@@ -252,7 +257,8 @@ class _Check:
         for segment, given, sources, outputs, gradients in self._plain_layers:
             parts = [self._part(given, piece, inputs) for piece in pieces]
             with self._refusing_errors():
-                with intercept(self._found.within([segment.module]), context):
+                within = intercept(self._found.within([segment.module]), context)
+                with within, kept_buffers([segment]):
                     for piece, part in zip(pieces, parts, strict=True):
                         run_segments([segment], part, piece, context)
                 ours = [self._rows(name, pieces, parts, inputs) for name in segment.outputs]
@@ -270,7 +276,8 @@ class _Check:
             given = {name: values[name] for name in segment.inputs}
             sources = [*_trained(segment.module), *filter(_needs_grad, given.values())]
             local = {n: one.clone() if _needs_grad(one) else one for n, one in given.items()}
-            with intercept(self._found.within([segment.module]), context):
+            within = intercept(self._found.within([segment.module]), context)
+            with within, kept_buffers([segment]):
                 run_segments([segment], local, None, context)
             outputs = [local[name] for name in segment.outputs]
             gradients = _gradients(outputs, sources)
@@ -446,18 +453,28 @@ def _given(end: Tensor, index: int) -> Tensor:
     return ((places.square() + index).cos() + nodes % NUM_CHUNKS - 1).view(end.shape).to(end.dtype)
 
 
-def _check_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:
-    """Refuse a forward that changed buffers outside of norms; restore all from `before`."""
+def _check_buffers(module: nn.Module, before: dict[str, Tensor], *, may_write: bool) -> None:
+    """Restore buffers from `before`; unless it may, refuse a forward that changed some of layers.
+
+    Norms may always change theirs.
+    """
     known, named = _statistics(module), module.named_buffers()
-    changed = [n for n, b in named if id(b) not in known and not torch.equal(b, before[n])]
+    changed = [n for n, b in named if id(b) not in known and _bits(b) != _bits(before[n])]
     restore_buffers(module, before)
-    if changed:
+    if changed and not may_write:
         raise UnsupportedError(
             expected="a forward pass that changes no buffer of the pipelined module",
             found=f"a change of {', '.join(changed)}",
             remedy="Running statistics and power iterations would be updated once per chunk. "
             "Replace the layer, or train with num_chunks=1.",
         )
+
+
+def _bits(tensor: Tensor) -> bytes:
+    """Return the numbers of a dense tensor, NaN as well."""
+    if tensor.layout is not torch.strided:
+        return b""
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _check_structure(ours: Any, theirs: Any) -> None:

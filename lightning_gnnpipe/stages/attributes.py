@@ -22,9 +22,12 @@ import re
 from argparse import Namespace
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import is_dataclass
+from enum import Enum
+from functools import partial
 from itertools import chain
 from operator import attrgetter
-from types import BuiltinFunctionType, FunctionType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +43,7 @@ _OF_TORCH = frozenset((*vars(nn.Module()), RUNNING_HOOK))
 _KINDS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _KINDS |= {torch.dtype, torch.device, torch.Size, FunctionType, BuiltinFunctionType, type}
 _HOLDERS = (tuple, list, dict, SimpleNamespace, Namespace, np.generic)
+_OTHERS = (np.ndarray, Enum, range, set, frozenset, partial, MethodType)  # of forward itself
 _MOST = 1000  # items of a container
 _MOST_FORMS = 32  # of calls to remember
 
@@ -124,7 +128,7 @@ class Guard:
                     continue
                 if type(value) in _KINDS:
                     content: Any = type(value), value
-                elif isinstance(value, _HOLDERS) or (not owner and isinstance(value, Tensor)):
+                elif isinstance(value, _HOLDERS) or (not owner and _is_read(value)):
                     content = _content(value)
                 else:
                     continue
@@ -133,8 +137,21 @@ class Guard:
         return State((*modules, tensors), torch.is_grad_enabled(), tuple(found))
 
 
+def _is_read(value: Any) -> bool:
+    is_instance = is_dataclass(value) and not isinstance(value, type)
+    return is_instance or isinstance(value, (Tensor, *_OTHERS))
+
+
 def _content(value: Any) -> tuple[Any, ...]:
     """Return what tells two values apart: plain ones by content, all else by identity."""
+    if isinstance(value, np.ndarray) and value.nbytes <= 8 * _MOST and not value.dtype.hasobject:
+        return type(value), value.shape, value.tobytes()
+    if isinstance(value, range | set | frozenset) and len(value) <= _MOST:
+        return type(value), repr(value)
+    if isinstance(value, partial):
+        value = [value.func, value.args, value.keywords]
+    elif is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):
+        value = SimpleNamespace(**vars(value))
     if type(value) in _KINDS or isinstance(value, np.generic):
         return type(value), value
     if isinstance(value, Tensor):
@@ -249,6 +266,19 @@ def random_states(devices: Iterable[torch.device] = ()) -> Hashable:
     name, numbers, *rest = np.random.get_state()
     arrays = (np.asarray(numbers), *(state.numpy() for state in of_torch))
     return random.getstate(), name, *rest, *(array.tobytes() for array in arrays)
+
+
+def own_random_states(module: nn.Module) -> Hashable:
+    """Return the states of the generators that modules hold."""
+    found = list[str]()
+    for _, _, value in _attributes(module):
+        if isinstance(value, torch.Generator):
+            found.append(str(value.get_state().tolist()))
+        elif isinstance(value, np.random.Generator):
+            found.append(repr(value.bit_generator.state))
+        elif isinstance(value, random.Random):
+            found.append(repr(value.getstate()))
+    return tuple(found)
 
 
 def restore_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:

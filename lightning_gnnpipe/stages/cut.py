@@ -81,14 +81,15 @@ def _cut(
     graph: fx.Graph, module: nn.Module, inputs: Inputs, run: SampleRun, is_cut: bool
 ) -> Layers:
     if inputs.graphs is not None:
-        return cut_layers(graph, module, run.values, ROW_KINDS)
+        return cut_layers(graph, module, run.values, ROW_KINDS, draws=run.draws)
     edges = [f"leaf_{i}" for i, kind in enumerate(inputs.kinds) if kind is Kind.EDGE_INDEX]
     turn_leaves(graph, edges)
     _unpack(graph, run)
     _return_leaves(graph)
     _put_rows_first(graph, inputs, run)
     remedy = remedy_for_weights(module, inputs)
-    return cut_layers(graph, module, run.values, remedy=remedy, edges=edges if is_cut else None)
+    given = edges if is_cut else None
+    return cut_layers(graph, module, run.values, remedy=remedy, edges=given, draws=run.draws)
 
 
 def _unpack(graph: fx.Graph, run: SampleRun) -> None:

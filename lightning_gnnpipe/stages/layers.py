@@ -112,15 +112,17 @@ def cut_layers(
     output_kinds: Collection[Kind] = ROW_KINDS[:2],
     remedy: str = "",
     edges: Collection[str] | None = None,
+    draws: Collection[str] = (),
 ) -> Layers:
     """Cut `graph` into a segment per message-passing call; calls with no cut between share one.
 
     `output_kinds`: allowed row kinds of outputs. `remedy`: replaces the default advice if violated.
-    `edges`: leaves with edges of a graph that is cut into chunks; None if it is not.
+    `edges`: leaves with edges of a graph that is cut into chunks; None if it is not. `draws`:
+    names of nodes that draw random numbers.
     """
     nodes: Sequence[fx.Node] = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     output = next(node for node in graph.nodes if node.op == "output")
-    root, free = root_of(module), _find_free(nodes, values)
+    root, free = root_of(module), _find_free(nodes, values, draws)
     calls = [node for node in nodes if calls_passing(node, root)]
     if not calls:
         raise UnsupportedError(
@@ -184,13 +186,16 @@ def _check_outputs(
     return tuple(found)
 
 
-def _find_free(nodes: Sequence[fx.Node], values: Mapping[str, Value]) -> set[fx.Node]:
+def _find_free(
+    nodes: Sequence[fx.Node], values: Mapping[str, Value], draws: Collection[str]
+) -> set[fx.Node]:
     """Find cheap values that each segment recomputes: sizes, weights and transformed edges."""
     free: set[fx.Node] = set()
     for node in nodes:
         is_cheap = node.op in ("get_attr", "call_function", "call_method")
         is_rows = node.name in values and values[node.name].row_kind == (Kind.NODE, 0)
-        is_plain = is_cheap and not is_rows and not is_named_random(node)
+        is_random = is_named_random(node) or node.name in draws
+        is_plain = is_cheap and not is_rows and not is_random
         sources = (one for one in node.all_input_nodes if one.op != "placeholder")
         if FREE in node.meta or (is_plain and free.issuperset(sources)):
             free.add(node)

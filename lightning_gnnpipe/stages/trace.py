@@ -32,6 +32,7 @@ from lightning_gnnpipe.passing import is_matrix, replace_attributes
 from lightning_gnnpipe.stages.attributes import (
     Snapshot,
     holds_proxy,
+    own_random_states,
     random_states,
     refusing_progress,
     restore_buffers,
@@ -75,7 +76,7 @@ def trace(
     values of all nodes.
     `is_grad_enabled`: autograd mode of the user's call.
     """
-    numbers = random_states()
+    numbers = random_states(), own_random_states(module)
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     with (
         ExitStack() as stack,
@@ -97,7 +98,7 @@ def trace(
                 remedy="Return tensors, in a tuple or a dict, and use them in training_step. "
                 "Count in hooks such as on_train_batch_start.",
             )
-        if numbers != random_states():
+        if numbers != (random_states(), own_random_states(module)):
             raise UnsupportedError(
                 expected=f"the {_name_of(module, call)} to compute the same in every call",
                 found="random numbers that are drawn while it is traced",
@@ -207,8 +208,8 @@ class _Outline(fx.Tracer):
         }
         super().__init__(autowrap_functions=(*functions, *_POOLS, _nn.conv.gcn_conv.gcn_norm))
         passing = [m for m in module.modules() if contains_passing(m) or not is_library(m)]
-        own = (sys.modules[type(m).__module__] for m in passing)
-        search_in(self, {*_SEARCHED, *user_modules(), *own})
+        own = (sys.modules.get(type(m).__module__) for m in passing)
+        search_in(self, {*_SEARCHED, *user_modules(), *filter(None, own)})
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return id(m) not in self._traced

@@ -175,8 +175,11 @@ def _draw_edges(module: nn.Module, call: Call, inputs: Inputs, num_edges: int) -
         if kind is Kind.WHOLE and leaf.dim() and leaf.dtype in (torch.int64, torch.int32):
             part = leaf % nodes.numel()
         part = part.clone() if part is leaf or part.is_inference() else part
-        if rows is not None and part.dtype is torch.bool and not part.any():
-            part[::2] = True  # a mask selects some rows
+        if rows is not None and part.dtype is torch.bool and part.numel() > 1:
+            if not part.any():
+                part[::2] = True  # a mask selects some rows
+            elif part.all():
+                part[-1] = False  # and not all
         leaves.append(part.detach().requires_grad_(leaf.requires_grad))
     edge_index = torch.cat(local, dim=1)
     return Sample(tuple(leaves), nodes.numel(), edge_index, tuple(counts))
@@ -326,7 +329,7 @@ class SampleRun:
         if node.op == "call_module":
             part = self._root.get_submodule(str(node.target))
         before, self.is_running = Snapshot(part), True
-        buffers = {name: version_of(one) for name, one in part.named_buffers()}
+        buffers = {name: (one, version_of(one)) for name, one in part.named_buffers()}
         try:
             with undrawn(self._devices), torch.enable_grad():
                 numbers = random_states(self._devices)
@@ -337,7 +340,8 @@ class SampleRun:
             self.is_running = False
             before.restore()
         for name, one in part.named_buffers():
-            if buffers.get(name) != version_of(one):
+            old, version = buffers.get(name, (None, 0))
+            if old is not one or version != version_of(one):
                 self.changers.add(node.name)
                 self.written.add(f"{node.target}.{name}")
         return result

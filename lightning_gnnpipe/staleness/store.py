@@ -202,7 +202,8 @@ class HistoryStore:
         written, target = entry.written, entry.rows[chunk.start : chunk.end]
         if entry.arriving:
             entry.settle(chunks)
-        if self.recorder is not None and all(written[c] != NEVER for c in chunks):
+        is_known = rows.is_floating_point() and all(written[c] != NEVER for c in chunks)
+        if self.recorder is not None and is_known:
             self.recorder.record_drift(key, stale=target, fresh=rows.to(target.device))
         if keeps_old and not chunk.is_whole:
             if entry.old is None:

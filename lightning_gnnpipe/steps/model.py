@@ -259,19 +259,25 @@ class PipelinedModel:
     def share_statistics(self, *, replaced: bool) -> None:
         """Send running statistics that a pass has updated, or `replaced`, to all ranks; collective.
 
-        The stage that runs a norm updates them. So are other buffers that forward writes.
+        The stage that runs a norm updates them. So are other buffers that layers write, as power
+        iterations do.
         """
         by_stage: dict[int, list[Tensor]] = {}
         for name, norm in (self.intercepted.norms | self.intercepted.batch_norms).items():
             stages = self._in_stages.get(f"{name}.running_mean")
             if stages and (tracks_statistics(norm) or replaced):
                 by_stage.setdefault(min(stages), []).extend(norm.buffers())
-        written = {name for mode in self._modes.values() for name in mode.layers.written}
-        for name in sorted(written & self._in_stages.keys()):  # as by power iterations
-            buffer = self.module.get_buffer(name)
-            by_stage.setdefault(min(self._in_stages[name]), []).append(buffer)
+        buffers = dict(self.module.named_buffers())
+        for name in sorted(self._written() & buffers.keys()):
+            by_stage.setdefault(min(self._in_stages[name]), []).append(buffers[name])
         if self._transport.world.is_distributed:
             self._transport.share_of_stages(by_stage)
+
+    def _written(self) -> set[str]:
+        """Return names of buffers of stages that layers write, without those of norms."""
+        names = {name for mode in self._modes.values() for name in mode.layers.written}
+        norms = tuple(f"{one}." for one in self.intercepted.norms | self.intercepted.batch_norms)
+        return {one for one in names & self._in_stages.keys() if not one.startswith(norms)}
 
     def _note_change(self, call: Call) -> None:
         """Warn once if attributes or plain arguments change often, at a trace each."""
@@ -357,6 +363,12 @@ class PipelinedModel:
         self._in_stages, self._own = dict(sorted(users.items())), {}
         found = self.intercepted
         _check_norms(found.norms | found.batch_norms, self._in_stages)
+        for name in self._written():
+            if len(self._in_stages[name]) > 1:
+                raise UnsupportedError(
+                    f"Several stages change the buffer '{name}', each by itself.\n"
+                    "Give each layer a part of its own, or train with devices=1."
+                )
         if is_first_time:
             self._tell_idle(self._modes[modes[0][0]].stages, inputs)
         if self.staged.root is not None:

@@ -182,11 +182,17 @@ class Checkpoints:
             return host.last_run
         return host.engine.run_state()
 
+    def _random_state(self) -> Mapping[str, Any]:
+        """Return the random states of the run that trains, or those at the end of the last one."""
+        host = self._host
+        is_fitting = host.is_running and host.engine.options.is_fitting
+        return (not is_fitting and host.last_random) or random_state(self._strategy.root_device)
+
     def _run(self, state: RunState, histories: str | None) -> dict[str, Any]:
         """Return the run for the checkpoint, in plain types."""
         return {
             "run": state.as_dict(),
-            "random": random_state(self._strategy.root_device),
+            "random": self._random_state(),
             "histories": histories,
         }
 

@@ -80,6 +80,7 @@ class EngineHost:
         self._processes, self._replicas = processes, replicas
         self.controls = Controls()  # requests of callbacks for the next training step
         self.last_run: RunState | None = None  # that trained, without histories
+        self.last_random: Mapping[str, Any] = {}  # random states at its end
         self._engine: PipelineEngine | None = None
         self._patched = ExitStack()
         self._num_evaluations = 0  # of the loss, for the present batch
@@ -207,6 +208,7 @@ class EngineHost:
         try:
             engine.detach()
             if engine.options.is_fitting:
+                self.last_random = random_state(self._strategy.root_device)
                 renew_seed()
                 self.last_run = engine.run_state().without_histories()
             staged = engine.model.staged

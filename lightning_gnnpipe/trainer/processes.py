@@ -9,6 +9,7 @@ Decisions such as stopping or saving are taken by all ranks together.
 from __future__ import annotations
 
 import atexit
+import io
 import logging
 import os
 import random
@@ -32,7 +33,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_gnnpipe._compat_torch import set_group_timeout
 from lightning_gnnpipe.chunks import DIVIDED_CORES
@@ -215,8 +216,15 @@ class Processes:
         return backend
 
     def share_weights(self, module: nn.Module) -> None:
-        """Copy rank 0's weights and buffers to all ranks."""
+        """Copy rank 0's weights and buffers to all ranks; sparse ones must be equal."""
         self.everyone.broadcast_all((*module.parameters(), *module.buffers()), 0)
+        sparse = [one for one in module.buffers() if one.layout is not torch.strided]
+        if sparse and len({n for [n] in self.everyone.meet("begin", [_fingerprint(sparse)])}) > 1:
+            raise ConfigError(
+                expected="sparse buffers to be the same on all ranks",
+                found="others",
+                remedy="Call lightning.seed_everything(...) before they are drawn.",
+            )
 
     def share_start(self, module: nn.Module) -> int:
         """Copy rank 0's weights and random states to all ranks; return the seed of the run."""
@@ -342,6 +350,12 @@ class ForkLauncher(_compat.MultiProcessingLauncher):
         if trainer.state.fn == TrainerFn.FITTING:
             renew_seed()
         return found
+
+
+def _fingerprint(tensors: Sequence[Tensor]) -> int:
+    with io.BytesIO() as file:
+        torch.save([one.detach().cpu() for one in tensors], file)
+        return zlib.crc32(file.getvalue())
 
 
 def renew_seed() -> None:

@@ -83,28 +83,66 @@ class OwnWeights(gnn.MessagePassing):
 
 
 class Weighs(nn.Module):
+    """A power iteration on its weight changes buffers, as it may with one chunk."""
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = gnn.GCNConv(W, W), OwnWeights()
+        self.lin = nn.utils.parametrizations.spectral_norm(nn.Linear(W, W))
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return self.second(self.first(x, edge_index).tanh(), edge_index)
+        return self.second(self.lin(self.first(x, edge_index).tanh()), edge_index)
 
 
-@pytest.mark.parametrize("is_listed", [False, True])
-def test_rows_of_edges_in_another_order_with_one_chunk(is_listed: bool) -> None:
+@pytest.mark.parametrize("has_own", [False, True])
+def test_rows_of_edges_in_another_order_with_one_chunk(has_own: bool) -> None:
     """Layers get edges sorted by target. Only edges in that order may be taken as they are."""
     edges, weight = GRAPH.edge_index, torch.rand(GRAPH.num_edges)
-    net, given = (Weighs(), ()) if is_listed else (TwoSets(), (edges.flip(0), weight))
+    net, given = (Weighs(), ()) if has_own else (TwoSets(), (edges.flip(0), weight))
     engine = one_process_engine(net, partition=torch.zeros(N, dtype=torch.int64))
     words = r"edges sorted by target(.|\n)*Pass each tensor with a row per edge"
     with pytest.raises(UnsupportedError, match=words):
         engine.forward((GRAPH.x, edges, *given), {})
-    if is_listed:
+    if has_own:
         edges = edges[:, edges[1].argsort(stable=True)]
+        net.lin.eval()
         engine = one_process_engine(net, partition=torch.zeros(N, dtype=torch.int64))
         found = engine.forward((GRAPH.x, edges), {})
         torch.testing.assert_close(found, net(GRAPH.x, edges), rtol=0, atol=1e-10)
+
+
+def clamp_as_statement(net: Any, h: Tensor, edges: Tensor) -> Tensor:
+    weight = net.count.sum().view(1) - 3
+    weight.clamp_(min=0.5)
+    return h * weight
+
+
+def add_in_place_beside(net: Any, h: Tensor, edges: Tensor) -> Tensor:
+    kept = h
+    h += 1
+    return h * kept
+
+
+def ask_for_a_type(net: Any, h: Tensor, edges: Tensor) -> Tensor:
+    return h * 2 if isinstance(h, Tensor) else h
+
+
+@pytest.mark.parametrize("how", [clamp_as_statement, add_in_place_beside, ask_for_a_type])
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_what_a_trace_gets_wrong_is_seen_with_one_chunk_as_well(
+    how: Between, num_chunks: int
+) -> None:
+    words = r"the same as forward (.|\n)*results of operations in place(.|\n)*isinstance"
+    assert_refused(Net(how).double(), words, num_chunks)
+
+
+def test_a_method_of_an_instance() -> None:
+    net = Net(lambda net, h, edges: h).double()
+    own = net.forward
+    vars(net)["forward"] = lambda x, edge_index: own(x, edge_index) * 2
+    engine = one_process_engine(net, partition=torch.zeros(N, dtype=torch.int64))
+    with pytest.raises(UnsupportedError, match=r"set on an instance of Net(.|\n)*in the class"):
+        engine.attach()
 
 
 SUMS: dict[str, Callable[[Tensor], Tensor]] = {

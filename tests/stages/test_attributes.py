@@ -6,6 +6,9 @@ import random
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,15 @@ from tests.helpers.engines import one_process_engine
 from tests.helpers.trainers import quiet_trainer
 
 N, D = 26, 4
+
+
+class Kind(Enum):
+    ONE, THREE = 1.0, 3.0
+
+
+@dataclass
+class Config:
+    tau: float = 1.0
 
 
 class Part(nn.Module):
@@ -56,6 +68,8 @@ class Net(nn.Module):
         self.hparams, self._list, self._cache = AttributeDict(scale=1.0), [1.0, 2.0], {}
         self._mixed, self.args = {"scale": 1.0, "of": torch.ones(1)}, Namespace(scale=1.0)
         self.number = torch.ones(())  # no buffer
+        self.betas, self.kind, self.config = np.linspace(1, 2, 3), Kind.ONE, Config()
+        self.rng, self.call = np.random.default_rng(0), partial(torch.add, alpha=1.0)
         self._options, self.function, self._it = {"shifts": [0.0, 1.0]}, torch.relu, None
         self.weight = nn.Parameter(torch.ones(D))
         self.register_buffer("mask", torch.ones(D))
@@ -129,6 +143,13 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Any], str | Callable[[Any], Any]]
     "namespace": (lambda net, h: h * net.args.scale, "args.scale"),
     "tensor as a number": (lambda net, h: h * net.number.item(), in_place("number")),
     "list": (lambda net, h: h * net._list[1], "_list.1"),
+    "array": (lambda net, h: h * net.betas[1], lambda net: net.betas.__imul__(0.9)),
+    "enum": (lambda net, h: h * net.kind.value, set_to("kind", Kind.THREE)),
+    "dataclass": (lambda net, h: h * net.config.tau, "config.tau"),
+    "partial": (
+        lambda net, h: net.call(h, 1.0),
+        set_to("call", partial(torch.add, alpha=3.0)),
+    ),
     "length": (lambda net, h: h * len(net._list), lambda net: net._list.append(1.0)),
     "function": (lambda net, h: net.function(h), set_to("function", torch.tanh)),
     "part's mode": (as_it_is, lambda net: net.parts[0].eval()),
@@ -220,6 +241,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "random": (lambda net, h: h * (random.random() > 2), CHANCE),
     "numpy": (lambda net, h: h * bool(np.random.rand() > 2), CHANCE),
     "torch": (lambda net, h: h * (torch.rand(1).item() > 2), CHANCE),
+    "own generator": (lambda net, h: h * bool(net.rng.random() > 2), CHANCE),
     "a decision on rows": (lambda net, h: h * 2 if h.size(0) > 10 else h, ROWS),
     "rows of a new tensor": (
         lambda net, h: h + torch.zeros(h.size(0), 1),
