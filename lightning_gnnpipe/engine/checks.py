@@ -196,8 +196,8 @@ class EngineChecks:
             )
         if options.given.self_check:
             is_cut = self._graphs.is_cut(inputs)
-            trains &= is_cut or torch.is_grad_enabled()  # else forward may ask for it
-            check_layers(module, layers, call, inputs, on_chunks=is_cut, with_gradients=trains)
+            grads = trains if is_cut else torch.is_grad_enabled()  # for which forward may ask
+            check_layers(module, layers, call, inputs, on_chunks=is_cut, with_gradients=grads)
 
     def _layers_of_batches(
         self, layers: Layers, call: Call, inputs: Inputs, *, trains: bool

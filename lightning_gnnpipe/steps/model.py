@@ -324,7 +324,8 @@ class PipelinedModel:
             )
             before = known.get(id(layers))
             if before is None or state.changed(before[1], OF_USERS):
-                self._check(layers, call, inputs)
+                with torch.set_grad_enabled(records):
+                    self._check(layers, call, inputs)
         called = (self.module,) if layers.head is None else layers.called(self.module)
         self.intercepted = self.intercepted.within(called)
         key = self._key(call, inputs)
