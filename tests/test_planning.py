@@ -233,6 +233,7 @@ def test_one_device_with_all_cores_is_a_row(factor: float, is_alone: bool) -> No
     [row] = [line for line in str(plan).splitlines() if "the same, a thread a core" in line]
     assert row.startswith("* ") == (factor < 1.1) and str(plan).count("\n* ") == 1
     assert f"{plan.by_all_cores:.3f}" in row
+    assert ("the machine was busy" in str(plan)) == (factor == 9.0)
     first, second, *_ = plan.advice
     is_close = factor == 1.05
     assert first.startswith("Take " if is_close else "Fastest: ")

@@ -154,6 +154,8 @@ class PipelinePlan:
         else:
             advice += self._rank_times()
             advice.append(TIMED_ALONE)
+        if self.by_all_cores > 2 * self.layouts[0].step_s:
+            advice.append("A thread a core took longer than one: the machine was busy. Plan again.")
         if own.step_bytes > min(own.bytes_by_weights.values()):
             advice.append(compare_weights(own.bytes_by_weights))
         if self.chunk_times:

@@ -186,11 +186,25 @@ def refuse_uncalled(module: nn.Module, found: Pipelined) -> NoReturn:
 
 
 def _refuse(module: nn.Module, fact: str, own: str = "") -> NoReturn:
-    names = [one for one in _callable_names(module) if one != own][:_NUM_SHOWN] or ["net.encode"]
-    lines = "".join(f'\n    GNNPipeStrategy(pipelined_module="{name}")' for name in names)
-    raise UnsupportedError(
-        f"{fact}. Name the module or method that training_step calls:{lines}\n{_LAYER_BY_LAYER}"
+    read = _names_in(type(module), "training_step")
+    names = [one for one in _callable_names(module) if one != own]
+    names = [one for one in names if one.rpartition(".")[2] in read]
+    lines = "".join(
+        f'\n    GNNPipeStrategy(pipelined_module="{one}")' for one in names[:_NUM_SHOWN]
     )
+    advice = f" Name the module or method that training_step calls:{lines}" if lines else ""
+    raise UnsupportedError(f"{fact}.{advice}\n{_LAYER_BY_LAYER}")
+
+
+def _names_in(kind: type, method: str) -> set[str]:
+    """Return the names in the code of a method, and of methods of `kind` that it names."""
+    found, waiting = set[str](), [method]
+    while waiting:
+        code = getattr(getattr(kind, waiting.pop(), None), "__code__", None)
+        new = set() if code is None else {*code.co_names} - found
+        found |= new
+        waiting += new
+    return found
 
 
 def _find_named(module: nn.Module, name: str) -> Pipelined:
