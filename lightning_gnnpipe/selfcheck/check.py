@@ -88,7 +88,7 @@ def check_layers(
         edge_sizes = sample.edge_sizes
         kinds = replace(inputs, num_nodes=num_nodes, edge_index=edge_index, edge_sizes=edge_sizes)
         assignment = torch.zeros(num_nodes, dtype=torch.int64)
-        if not is_whole:
+        if on_chunks:
             assignment = _assign(edge_index.cpu(), num_nodes)
         plan = plan_from_assignment(edge_index.cpu(), num_nodes, assignment)
         plan = plan.with_edge_sets(edge_sizes).to(edge_index.device)
@@ -98,7 +98,7 @@ def check_layers(
                 check.trace(_in_full(call, module), may_write=not on_chunks)
         else:
             check.trace(small, may_write=not on_chunks)
-        context = LiveContext(plan)
+        context = LiveContext(plan) if on_chunks else MessageContext(None, plan)
         for chunks in (plan.whole.chunks, plan.chunks) if on_chunks else (plan.whole.chunks,):
             planned = PlannedInputs(plan)
             planned.load(small, kinds)

@@ -202,9 +202,9 @@ class HistoryStore:
         written, target = entry.written, entry.rows[chunk.start : chunk.end]
         if entry.arriving:
             entry.settle(chunks)
-        is_known = rows.is_floating_point() and all(written[c] != NEVER for c in chunks)
-        if self.recorder is not None and is_known:
-            self.recorder.record_drift(key, stale=target, fresh=rows.to(target.device))
+        recorder = self.recorder if rows.is_floating_point() else None
+        if recorder is not None and all(written[c] != NEVER for c in chunks):
+            recorder.record_drift(key, stale=target, fresh=rows.to(target.device))
         if keeps_old and not chunk.is_whole:
             if entry.old is None:
                 entry.old = entry.new_table(self.copies)

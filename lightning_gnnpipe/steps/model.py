@@ -262,6 +262,8 @@ class PipelinedModel:
         The stage that runs a norm updates them. So are other buffers that layers write, as power
         iterations do.
         """
+        if not self._transport.world.is_distributed:
+            return
         by_stage: dict[int, list[Tensor]] = {}
         for name, norm in (self.intercepted.norms | self.intercepted.batch_norms).items():
             stages = self._in_stages.get(f"{name}.running_mean")
@@ -270,11 +272,10 @@ class PipelinedModel:
         buffers = dict(self.module.named_buffers())
         for name in sorted(self._written() & buffers.keys()):
             by_stage.setdefault(min(self._in_stages[name]), []).append(buffers[name])
-        if self._transport.world.is_distributed:
-            self._transport.share_of_stages(by_stage)
+        self._transport.share_of_stages(by_stage)
 
     def _written(self) -> set[str]:
-        """Return names of buffers of stages that layers write, without those of norms."""
+        """Return names of buffers of stages that layers write, but norms."""
         names = {name for mode in self._modes.values() for name in mode.layers.written}
         norms = tuple(f"{one}." for one in self.intercepted.norms | self.intercepted.batch_norms)
         return {one for one in names & self._in_stages.keys() if not one.startswith(norms)}
