@@ -222,7 +222,7 @@ class Processes:
         if sparse and len({n for [n] in self.everyone.meet("begin", [_fingerprint(sparse)])}) > 1:
             raise ConfigError(
                 expected="sparse buffers to be the same on all ranks",
-                found="others",
+                found="different ones",
                 remedy="Call lightning.seed_everything(...) before they are drawn.",
             )
 
