@@ -112,9 +112,9 @@ class TakesVector(OfBatches):
 CONSTANT = {"staleness": "constant"}
 # The first words of each; what meets it, what else it says, and what has none of it.
 CASES: dict[str, tuple[Callable[[], None], str, list[Callable[[], None]]]] = {
-    "A batch of … graphs with nodes": (
+    "A batch of … graphs runs in": (
         fit_graphs,
-        "A batch of 2 graphs with nodes runs in as many micro-batches, not num_chunks=3.",
+        "A batch of 2 graphs runs in 2 micro-batches, not num_chunks=3.",
         [lambda: fit_graphs(num_chunks=2), lambda: fit_graphs(num_chunks="auto")],
     ),
     "A batch of graphs holds one graph": (

@@ -42,7 +42,12 @@ from lightning_gnnpipe.engine.resume import InputState, take_histories, warn_of_
 from lightning_gnnpipe.engine.shared import SharedStore
 from lightning_gnnpipe.errors import Fallbacks
 from lightning_gnnpipe.graph import BatchPlan, ChunkPlan, chunk_order, plan_micro_batches
-from lightning_gnnpipe.layers import NativeContext, intercept, tracks_statistics
+from lightning_gnnpipe.layers import (
+    NativeContext,
+    intercept,
+    tracks_statistics,
+    uses_batch_statistics,
+)
 from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.passing import GraphEdges, MessageContext
 from lightning_gnnpipe.stages import Layers, switched
@@ -254,7 +259,9 @@ class Passes:
         """Return `num_chunks` micro-batches, or one per graph with nodes if there are fewer."""
         assert inputs.graphs is not None
         num_chunks = self._options.num_chunks
-        plan = plan_micro_batches(inputs.graphs.work(), inputs.graphs.sizes, num_chunks)
+        norms = self._model.intercepted.batch_norms.values()
+        least = 2 if any(map(uses_batch_statistics, norms)) else 1  # rows of graphs, for their mean
+        plan = plan_micro_batches(inputs.graphs.work(), inputs.graphs.sizes, num_chunks, least)
         self._has_met_several |= inputs.graphs.num_graphs > 1
         if num_chunks > 1 and not self._has_met_several:
             self._fallbacks.tell(
@@ -264,7 +271,8 @@ class Passes:
             )
         elif plan.num_chunks < num_chunks and self._options.given.num_chunks != "auto":
             self._fallbacks.tell(
-                "A batch of %s graphs with nodes runs in as many micro-batches, not num_chunks=%s.",
+                "A batch of %s graphs runs in %s micro-batches, not num_chunks=%s.",
+                inputs.graphs.num_graphs,
                 plan.num_chunks,
                 num_chunks,
             )

@@ -323,8 +323,10 @@ class BatchPlan:
         return len(self.chunks)
 
 
-def plan_micro_batches(work: Sequence[int], sizes: Sequence[int], num_chunks: int) -> BatchPlan:
-    """Assign graphs to `num_chunks` micro-batches, or fewer if fewer graphs have nodes.
+def plan_micro_batches(
+    work: Sequence[int], sizes: Sequence[int], num_chunks: int, least: int = 1
+) -> BatchPlan:
+    """Assign graphs to `num_chunks` micro-batches, or fewer: each has `least` graphs with nodes.
 
     Largest first, to the micro-batch with the least work: at most a third longer than the optimum.
     Source: Graham, "Bounds on multiprocessing timing anomalies" (1969).
@@ -337,19 +339,30 @@ def plan_micro_batches(work: Sequence[int], sizes: Sequence[int], num_chunks: in
         micro-batch      0   1   1   1   1        graphs 2 and 4 go with graph 3
     """
     filled = [graph for graph, size in enumerate(sizes) if size]
-    num_chunks = max(1, min(num_chunks, len(filled)))
+    num_chunks = max(1, min(num_chunks, len(filled) // least))
     owner = [0] * len(sizes)
-    least = [(0, index) for index in range(num_chunks)]
+    loads = [(0, index) for index in range(num_chunks)]
     for graph in sorted(filled, key=lambda graph: -work[graph]):
-        load, index = least[0]
-        heapq.heapreplace(least, (load + max(work[graph], 1), index))
+        load, index = loads[0]
+        heapq.heapreplace(loads, (load + max(work[graph], 1), index))
         owner[graph] = index
+    held = Counter(owner[graph] for graph in filled)
+    for index in range(num_chunks):
+        while held[index] < least <= len(filled):  # it takes the smallest of the most
+            most = max(held, key=held.__getitem__)
+            graph = min((one for one in filled if owner[one] == most), key=work.__getitem__)
+            owner[graph] = index
+            held[index] += 1
+            held[most] -= 1
+    totals = Counter[int]()
+    for graph in filled:
+        totals[owner[graph]] += max(work[graph], 1)
     following = owner[filled[-1]] if filled else 0
     for graph in reversed(range(len(sizes))):
         following = owner[graph] = owner[graph] if sizes[graph] else following
     chunks, start, counts = [], 0, Counter(owner)
-    for load, index in sorted(least, key=lambda one: one[1]):
+    for index in range(num_chunks):
         end = start + counts[index]
-        chunks.append(MicroBatch(index, start, end, load, num_chunks == 1))
+        chunks.append(MicroBatch(index, start, end, totals[index], num_chunks == 1))
         start = end
     return BatchPlan(tuple(sorted(range(len(sizes)), key=owner.__getitem__)), tuple(chunks))

@@ -275,6 +275,7 @@ class Processes:
         is_mistake = not (is_ours or isinstance(exception, KeyboardInterrupt))
         first = self.transport.watch.fail(text)
         is_told = first is not None and first != text and first.endswith(what)
+        is_told |= isinstance(exception, PeerError) and " failed: " in text
         if is_told and not isinstance(launcher, ForkLauncher):  # torch shows one rank of those
             exception.__traceback__ = exception.__cause__ = None  # the first rank prints them
         elif is_mistake and not is_communication_error(exception):
