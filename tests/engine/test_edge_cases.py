@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
+from torch.multiprocessing import ProcessRaisedException
+from torch.nn.utils import parametrize
+from torch.utils.data import DataLoader
 
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.passing import aggregate, edges
 from tests.engine.test_gradients import CHUNKS, WHOLE, Batch, D, make_batch
 from tests.helpers import alike
 from tests.helpers.engines import one_process_engine
+from tests.helpers.trainers import quiet_trainer, weights
 
 UPSTREAM = {"flow": "target_to_source"}
 
@@ -160,3 +165,40 @@ def test_buffers_that_the_last_stage_updates_come_back() -> None:
     expected = plain.state_dict()
     for name, value in ours.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-9)
+
+
+class Shares(Iterates):
+    """Its first and last layers have one power iteration."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = conv(self.lin(x), edge_index).tanh()
+        return self.lin(x)
+
+
+def test_a_buffer_that_several_stages_would_change_is_refused() -> None:
+    words = (
+        r"Several stages change the buffer 'lin.parametrizations.weight.0._[uv]'(.|\n)*devices=1"
+    )
+    with pytest.raises(ProcessRaisedException, match=words):
+        alike.fit(Shares, num_chunks=1, num_stages=2)
+    plain, ours = alike.fit(Shares), alike.fit(Shares, num_chunks=1)
+    torch.testing.assert_close(weights(ours), weights(plain), rtol=0, atol=1e-9)
+
+
+class Removes(L.Callback):
+    def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            parametrize.remove_parametrizations(module.net.lin, "weight")
+
+
+def test_a_part_that_changes_buffers_may_go() -> None:
+    found = []
+    for piped, num_ranks in ((None, 1), ({"num_chunks": 1}, 1), ({"num_chunks": 1}, 2)):
+        torch.manual_seed(0)
+        module = alike.Fits(Iterates().double(), alike.on_features)
+        loader = DataLoader([alike.graph()], batch_size=None)
+        options: dict[str, Any] = {"max_epochs": 3, "callbacks": [Removes()]}
+        quiet_trainer(num_ranks, piped, **options).fit(module, loader)
+        found.append(weights(module))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-9)
