@@ -55,6 +55,7 @@ from lightning_gnnpipe.stages import (
 from lightning_gnnpipe.user_code import at, line_of
 
 NUM_CHUNKS = 3
+_MOST_ROWS = 2**20
 
 # Relative to the norm of a tensor, and to the largest one of the layer: smaller ones are mostly
 # rounding, which may flip a rectifier in some rows of a gradient.
@@ -94,8 +95,10 @@ def check_layers(
         plan = plan.with_edge_sets(edge_sizes).to(edge_index.device)
         check = _Check(module, layers, small, words=_OF_WHOLE if is_whole else _OF_CHUNKS)
         if call.held:  # forward reads them itself, so it does not run on a part of the graph
+            is_large = inputs.num_nodes + sum(inputs.edge_sizes) > _MOST_ROWS
             with torch.no_grad():
-                check.trace(_in_full(call, module), may_write=not on_chunks)
+                if on_chunks or not is_large:  # of one chunk, PyG's own run may not fit
+                    check.trace(_in_full(call, module), may_write=not on_chunks)
         else:
             check.trace(small, may_write=not on_chunks)
         context = LiveContext(plan) if on_chunks else MessageContext(None, plan)
