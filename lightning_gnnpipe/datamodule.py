@@ -54,6 +54,7 @@ class FullGraphDataModule(L.LightningDataModule):
     Args:
         data: A ``Data``, a PyG data set of one graph, an OGB node data set, or a folder that
             ``prepare_graph`` has written: its tensors are memory-mapped, and its split is chosen.
+            Integer labels of shape ``[num_nodes, 1]`` become ``[num_nodes]``.
         split: Column of masks that hold several splits.
         split_fracs: Shares of train, validation and test nodes for drawn masks; not used if the
             graph has masks.

@@ -223,7 +223,7 @@ class PlannedInputs(PassInputs):
         cached = self._copies.get(name)
         if cached is None or cached[0] != number:
             with torch.inference_mode(False), torch.no_grad():
-                # No copy in order; a change in place makes matrices anew.
+                # A plan in order needs no copy. A new tensor says that values have changed.
                 first = leaf if cached is None else leaf.detach()
                 rows = first if self._plan.is_in_order else leaf.detach()[order()]
             cached = self._copies[name] = number, rows

@@ -68,9 +68,10 @@ class Watch:
                     self._ask(lambda: self._store.add(f"{self._prefix}heard", 1))
 
     def fail(self, cause: str) -> str | None:
-        """Publish why this rank ends, unless a rank did before; break its groups; return the first.
+        """Publish why this rank ends, unless a rank did before, and break its groups.
 
-        Waits until all ranks have read it, at most 2 s: the store ends with the rank that hosts it.
+        Returns the first cause; None if this rank does not watch. Waits until all ranks have read
+        it, at most 2 s: the store ends with the rank that hosts it.
         """
         if self._thread is None:
             return None

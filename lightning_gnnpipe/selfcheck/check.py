@@ -457,9 +457,9 @@ def _given(end: Tensor, index: int) -> Tensor:
 
 
 def _check_buffers(module: nn.Module, before: dict[str, Tensor], *, may_write: bool) -> None:
-    """Restore buffers from `before`; unless it may, refuse a forward that changed some of layers.
+    """Restore buffers from `before`. Unless `may_write`, refuse a forward that has changed some.
 
-    Norms may always change theirs.
+    Norms may always change their statistics.
     """
     known, named = _statistics(module), module.named_buffers()
     changed = [n for n, b in named if id(b) not in known and _bits(b) != _bits(before[n])]

@@ -1,9 +1,10 @@
 """What a module holds: its plain attributes are constants of a trace, which keeps none of its own.
 
-A trace is reused while the parts of the module are the same objects and their plain attributes
-(numbers, texts, functions; tensors by identity and version; tuples, lists, dicts and namespaces of
-these) are equal. What else forward reads, such as globals, closures and os.environ, stays as in
-the trace, as in torch.export.
+A trace is reused while the parts of the module are the same objects and their plain attributes are
+equal: numbers, texts, functions; tensors by identity and version; tuples, lists, dicts and
+namespaces of these; on forward's own modules also arrays, enums, sets, dataclasses and partials.
+What else forward reads, such as globals, closures and os.environ, stays as in the trace, as in
+torch.export.
 
 Parameters and buffers with a row a node or edge become leaves of a call, as its arguments are:
 
@@ -147,7 +148,11 @@ def _content(value: Any) -> tuple[Any, ...]:
     if isinstance(value, np.ndarray) and value.nbytes <= 8 * _MOST and not value.dtype.hasobject:
         return type(value), value.shape, value.tobytes()
     if isinstance(value, range | set | frozenset) and len(value) <= _MOST:
-        return type(value), repr(value)
+        return type(value), *sorted(map(repr, value))  # in the same order in each process
+    if isinstance(value, Enum):
+        return type(value), value.name
+    if isinstance(value, MethodType):
+        return type(value), value.__func__, _Identity(id(value.__self__))
     if isinstance(value, partial):
         value = [value.func, value.args, value.keywords]
     elif is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__"):

@@ -275,7 +275,7 @@ class PipelinedModel:
         self._transport.share_of_stages(by_stage)
 
     def _written(self) -> set[str]:
-        """Return names of buffers of stages that layers write, but norms."""
+        """Return names of the stages' buffers that layers write, without statistics of norms."""
         names = {name for mode in self._modes.values() for name in mode.layers.written}
         norms = tuple(f"{one}." for one in self.intercepted.norms | self.intercepted.batch_norms)
         return {one for one in names & self._in_stages.keys() if not one.startswith(norms)}

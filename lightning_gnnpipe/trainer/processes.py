@@ -219,7 +219,7 @@ class Processes:
         """Copy rank 0's weights and buffers to all ranks; sparse ones must be equal."""
         self.everyone.broadcast_all((*module.parameters(), *module.buffers()), 0)
         sparse = [one for one in module.buffers() if one.layout is not torch.strided]
-        if sparse and len({n for [n] in self.everyone.meet("begin", [_fingerprint(sparse)])}) > 1:
+        if sparse and len({n for [n] in self.everyone.meet("compare", [_fingerprint(sparse)])}) > 1:
             raise ConfigError(
                 expected="sparse buffers to be the same on all ranks",
                 found="different ones",
@@ -276,7 +276,7 @@ class Processes:
         first = self.transport.watch.fail(text)
         is_told = first is not None and first != text and first.endswith(what)
         is_told |= isinstance(exception, PeerError) and " failed: " in text
-        if is_told and not isinstance(launcher, ForkLauncher):  # torch shows one rank of those
+        if is_told and not isinstance(launcher, ForkLauncher):  # of forks torch shows one
             exception.__traceback__ = exception.__cause__ = None  # the first rank prints them
         elif is_mistake and not is_communication_error(exception):
             log.error("%s", text)

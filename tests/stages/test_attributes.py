@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.errors import UnsupportedError
+from lightning_gnnpipe.stages.attributes import Guard
 from tests.helpers.alike import Fits, graph
 from tests.helpers.engines import one_process_engine
 from tests.helpers.trainers import quiet_trainer
@@ -189,6 +190,16 @@ def test_what_has_changed_is_read_in_the_next_step(name: str) -> None:
         torch.testing.assert_close(*grads)
         with torch.no_grad():
             torch.testing.assert_close(engine.forward(inputs, {}), net(*inputs))
+
+
+def test_ranks_describe_equal_attributes_alike() -> None:
+    """Sets of texts have another order in each process; members of an enum differ by name."""
+    net, _, _ = make(as_it_is)
+    net.names = {"one", "two", "three"}
+    before = Guard(net).state().text
+    assert "'one'\", \"'three'\", \"'two'" in before
+    net.kind = Kind.THREE
+    assert Guard(net).state().text != before
 
 
 def widen(net: Any) -> None:
