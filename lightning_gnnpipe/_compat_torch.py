@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from types import ModuleType
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils.prune import BasePruningMethod
-from torch.utils import _python_dispatch, _pytree
+from torch.utils import _python_dispatch, _pytree, checkpoint
 
 _LAST_TAG = 2**31 - 1  # no message uses it
 
@@ -28,6 +28,17 @@ INSTANCE_NORM: type[nn.Module] = nn.modules.instancenorm._InstanceNorm
 def version_of(tensor: Tensor) -> int:
     """Return a number that each write to `tensor` changes; -1 if torch does not count."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+class _NoCheckpoint:
+    """Runs a reentrant checkpoint's function as it is."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+NO_CHECKPOINT: tuple[Any, dict[str, Any]] = checkpoint, {"CheckpointFunction": _NoCheckpoint}
 
 
 def fills_grad_of(accumulator: Any) -> bool:
@@ -53,11 +64,6 @@ def leaves_behind(results: Iterable[Tensor], ends: Iterable[Any] = ()) -> list[T
     return leaves
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile returned `module`."""
-    return hasattr(module, "_orig_mod")
-
-
 def without_compile(name: str, module: nn.Module) -> tuple[str, nn.Module]:
     """Return name and module; of a module that torch.compile returned, names of the original."""
     original: Any = getattr(module, "_orig_mod", None)
@@ -69,7 +75,7 @@ def compiled_calls(module: nn.Module) -> tuple[Any, dict[str, Any]]:
 
     It may have returned the module, or compiled its calls or methods of its class.
     """
-    if is_compiled(module):
+    if hasattr(module, "_orig_mod"):
         original: Any = module._orig_mod
         return module, {"forward": lambda *args, **kwargs: original(*args, **kwargs)}
     if module._compiled_call_impl is not None:

@@ -220,6 +220,7 @@ def _check_values(graph: Data) -> None:
             is_number = value.is_floating_point() or value.dtype is torch.bool
             is_kind = name in ("x", "y", "edge_attr", "node_type", "edge_type")
             names_nodes = "index" in name or not (is_number or (is_kind and has_rows))
+            names_nodes |= name != "x" and graph.num_nodes in value.shape[1:]  # a row a pair
             is_kept = name.isidentifier() and name != "n_id" and not names_nodes
         else:
             is_kept = isinstance(value, bool | int | float | str)
@@ -227,7 +228,9 @@ def _check_values(graph: Data) -> None:
             _refuse(
                 "plain values, and tensors with a row for each node or edge, beside 'edge_index'",
                 f"'{name}', {_describe(value)}",
-                f"Remove it: del data.{name}. Node numbers change: use a mask of nodes.",
+                f"Remove it: del data.{name} (of a data set: FullGraphDataModule(dataset).data). "
+                "Node numbers change: use a mask of nodes. Other integers may be floats: "
+                f"data.{name} = data.{name}.float().",
             )
 
 

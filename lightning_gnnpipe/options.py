@@ -290,7 +290,7 @@ class StrategyOptions:
         device = None if given_device is None else torch.device(given_device)
         given = self.history_dtype
         dtype = getattr(torch, given) if isinstance(given, str) else given
-        return HistoryOptions(self.method, self.recompute, dtype, device, folder)
+        return HistoryOptions(self.method, dtype, device, folder)
 
     def resolve_layout(self, world_size: int) -> tuple[int, int]:
         """Return stages and shards of a replica, S and G; raise ConfigError if they do not fit."""
@@ -389,13 +389,13 @@ class RunOptions:
 
     @property
     def num_chunks(self) -> int:
-        """K as far as it is known before the graph; the most micro-batches of a batch."""
+        """K as far as it is known before the graph."""
         given = self.cut.expect_num_chunks(self.num_stages)
         return self.chosen if self.chosen is not None and self.cut.has_free_chunks else given
 
     @property
     def graph_chunks(self) -> int:
-        """K of a graph with enough nodes; 1 on one stage, unless options ask for chunks."""
+        """K of a large graph or batch; 1 on one stage, unless options ask for chunks."""
         given = self.given
         need = [one for one in given.of_chunks if one != "cuda_graphs"]
         is_asked = not given.has_free_chunks or bool(need) or given.recompute

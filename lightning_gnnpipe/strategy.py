@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -192,7 +191,6 @@ class GNNPipeStrategy(PipelineHooks):
         options = StrategyOptions(**{f.name: given[f.name] for f in fields(StrategyOptions)})
         super().__init__(
             options,
-            data_parallel,
             process_group_backend,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -226,14 +224,12 @@ class GNNPipeStrategy(PipelineHooks):
         """
         return self.engine.last_step.staleness()
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def gathered(self) -> AbstractContextManager[None]:
         """Have whole weights on every rank within the block, with `weights="staged"`; collective.
 
         Changes in place that all ranks make are kept. With `weights="whole"` it does nothing.
         """
-        with self._gathered():
-            yield
+        return self._gathered()
 
     def plan(
         self,

@@ -48,12 +48,7 @@ def line_here() -> str:
     return next(lines, "")
 
 
-def line_of(error: BaseException) -> str:
-    """Return the innermost user line on the way to `error`; empty if there is none."""
-    return _line_and_function(error)[0]
-
-
-def _line_and_function(error: BaseException) -> tuple[str, str]:
+def line_and_function(error: BaseException) -> tuple[str, str]:
     """Return the innermost user line on the way to `error`, and what of PyG it calls, or empty."""
     called = ""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -112,7 +107,7 @@ def _words(error: Exception) -> str:
 
 def untraceable(name: str, error: Exception) -> UnsupportedError:
     """Return the error for a forward, or a method `name`, in which a trace failed with `error`."""
-    line, called = _line_and_function(error)
+    line, called = line_and_function(error)
     found, remedy = _words(error), next((r for t, r in _REMEDIES.items() if t in str(error)), "")
     if called not in ("", "forward") and not remedy:
         found += f" in {called}()"

@@ -409,3 +409,21 @@ def test_ctrl_c_within_a_save_is_that_and_leaves_the_last_checkpoint(
         writer.save_checkpoint({"step": torch.ones(2**20)}, path)
     assert [one.name for one in folder.iterdir()] == ["last.ckpt"]
     assert writer.load_checkpoint(path) == {"step": 1}
+
+
+def test_the_home_folder_is_meant_by_its_short_name(tmp_path: Path, monkeypatch: Patches) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    trainer = make_trainer(num_stages=1, epochs=1)
+    trainer.fit(make_module(), make_data())
+    trainer.save_checkpoint("~/runs/one.ckpt")
+    path = tmp_path / "home" / "runs" / "one.ckpt"
+    assert path.exists() and not Path("~").exists()
+
+
+def test_a_process_whose_ranks_have_ended_saves_a_checkpoint(tmp_path: Path) -> None:
+    """As `trainer.save_checkpoint` in the cell after `trainer.fit`."""
+    module, trainer = make_module(), make_trainer(epochs=2)
+    trainer.fit(module, make_data())
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    found = torch.load(tmp_path / "one.ckpt", weights_only=True)["state_dict"]
+    torch.testing.assert_close(found, module.state_dict(), rtol=0, atol=0)

@@ -15,11 +15,11 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import GNNPipeStrategy
+from lightning_gnnpipe import GNNPipeStrategy, StalenessWarmup
 from lightning_gnnpipe.types import StalenessName
 from tests.helpers.cases import covering, slow
 from tests.helpers.realistic import Realistic
-from tests.helpers.trainers import datamodule, make_trainer, start_method
+from tests.helpers.trainers import datamodule, make_trainer, quiet_trainer, start_method
 
 
 class Overflows(torch.autograd.Function):
@@ -204,3 +204,32 @@ def test_a_loss_scale_leaves_no_trace(num_stages: int, staleness: Any, tmp_path:
         runs.append(fit(tmp_path / name, 0, seeded().double(), epochs=7, **options)[0])
     plain, scaled = (run["state_dict"] for run in runs)
     torch.testing.assert_close(scaled, plain, rtol=1e-10, atol=1e-10)
+
+
+class OnDegrees(Converts):
+    """Its first layer counts degrees in the default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.first = Counting(8, 8)
+
+
+class Counting(gnn.ClusterGCNConv):
+    def forward(self, x: Tensor, edge_index: Tensor, *_: Any) -> Tensor:
+        return super().forward(x, edge_index)
+
+
+@pytest.mark.parametrize("options", [{"recompute": True}, {"exact_in_chunks": True}])
+def test_layers_run_again_in_the_dtype_of_the_precision(options: dict[str, Any]) -> None:
+    """Lightning makes it the default dtype within training_step, not within backward."""
+
+    def train(piped: dict[str, Any] | None) -> dict[str, Tensor]:
+        L.seed_everything(1, verbose=False)
+        module, warmup = OnDegrees(), StalenessWarmup(num_epochs=1000)
+        callbacks = [] if piped is None else [warmup]
+        trainer = quiet_trainer(1, piped, max_epochs=3, precision="64-true", callbacks=callbacks)
+        trainer.fit(module, datamodule=datamodule())
+        return module.state_dict()
+
+    found = train({"num_chunks": 4, **options})
+    torch.testing.assert_close(found, train(None), rtol=0, atol=1e-10)

@@ -527,3 +527,73 @@ def test_the_folders_chunks_are_planned(folder: Path) -> None:
     plan = GNNPipeStrategy().plan(Module(), FullGraphDataModule(folder), num_stages=2)
     parts = FullGraphDataModule(folder).data.stored.plan.chunks
     assert plan.chunk_rows == tuple(chunk.num_nodes for chunk in parts)
+
+
+@pytest.mark.parametrize("pack", [lambda data: (data, 0), lambda data: {"graph": data}])
+def test_arrays_and_graphs_within_batches_are_predicted_in_the_users_order(
+    pack: Any, folder: Path
+) -> None:
+    class Packed(Module):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            data = batch["graph"] if isinstance(batch, dict) else batch[0]
+            return [data.y.numpy(), self(data)]
+
+    loader = DataLoader([pack(FullGraphDataModule(folder).data)], batch_size=None)
+    [(labels, rows)] = quiet_trainer(1, {}).predict(Packed(), loader)
+    graph = make_graph()
+    np.testing.assert_array_equal(labels, graph.y.numpy())
+    torch.testing.assert_close(rows, Module()(graph), rtol=0, atol=1e-10)
+
+
+def test_a_part_of_a_folders_graph_is_trained_as_from_memory(folder: Path) -> None:
+    def fit(data: Data) -> Module:
+        module, part = Module(), data.subgraph(torch.arange(40))
+        strategy = {"num_chunks": 4, "balance": "uniform"}
+        quiet_trainer(1, strategy, max_epochs=3).fit(module, DataLoader([part], batch_size=None))
+        return module
+
+    opened = FullGraphDataModule(folder).data
+    from_memory = Data(**{name: one for name, one in opened if isinstance(one, Tensor)})
+    assert_same(fit(opened), fit(from_memory))
+
+
+def test_weights_of_nodes_are_said_to_be_in_the_folders_order(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Embedded(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb = nn.Embedding(NUM_NODES, 6)
+
+        def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
+            return super().forward(x + self.emb.weight, edge_index, edge_weight)
+
+    module = Module()
+    module.net = Embedded().double()
+    quiet_trainer(1, {}, max_epochs=2).fit(module, datamodule=FullGraphDataModule(folder))
+    found = [one.message for one in caplog.records if "order of the folder" in one.message]
+    assert len(found) == 1 and found[0].startswith("Rows of emb.weight belong to nodes")
+
+
+def test_a_folder_that_another_process_removed_is_locked_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that held the lock failed, and removed the folder, while this one waited."""
+    path, lock, removed = tmp_path / "graph.partial", stored.fcntl.flock, list[int]()
+
+    def wait(handle: int, kind: int) -> None:
+        lock(handle, kind)
+        if not removed:
+            removed.append(path.stat().st_ino)
+            path.rename(tmp_path / "gone")
+
+    monkeypatch.setattr(stored.fcntl, "flock", wait)
+    with stored._locked(path) as handle:
+        assert os.fstat(handle).st_ino == path.stat().st_ino != removed[0]
+
+
+def test_a_row_for_each_pair_of_nodes_is_refused(tmp_path: Path) -> None:
+    graph = make_graph()
+    graph.distances = torch.rand(NUM_NODES, NUM_NODES)
+    with pytest.raises(GraphError, match="distances"):
+        prepare_graph(graph, tmp_path / "graph", num_chunks=2)

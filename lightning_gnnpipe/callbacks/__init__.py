@@ -9,12 +9,3 @@ from lightning_gnnpipe.callbacks.staleness import (
     StalenessWarmup,
 )
 from lightning_gnnpipe.callbacks.timeline import TimelineCallback
-
-__all__ = [
-    "BoundedStaleness",
-    "EmbeddingRefresh",
-    "PipelineMonitor",
-    "StalenessMonitor",
-    "StalenessWarmup",
-    "TimelineCallback",
-]

@@ -10,6 +10,7 @@ import torch
 
 from lightning_gnnpipe.callbacks.staleness import PipeCallback, check_count
 from lightning_gnnpipe.errors import checks_names
+from lightning_gnnpipe.staleness import Staleness
 from lightning_gnnpipe.types import TrafficKind
 
 _MIB = 2**20
@@ -49,15 +50,13 @@ class StalenessMonitor(PipeCallback):
         if not _is_due(trainer, self.every_n_epochs) or not self.has_trained(trainer):
             return
         layers = self.strategy(trainer).collect_staleness()
-        rows = sum(one.rows for one in layers.values())
-        stale = sum(one.stale_rows for one in layers.values())
-        age = sum(one.age_sum for one in layers.values())
-        norm_sq = sum(one.norm_sq for one in layers.values())
-        drift_sq = sum(one.drift_sq for one in layers.values())
+        total = Staleness()
+        for one in layers.values():
+            total.add(one)
         values = {
-            "history/stale_frac": stale / rows if rows else 0.0,
-            "history/age_epochs": age / stale if stale else 0.0,
-            "history/drift": (drift_sq / norm_sq) ** 0.5 if norm_sq else 0.0,
+            "history/stale_frac": total.stale_rows / total.rows if total.rows else 0.0,
+            "history/age_epochs": total.age_sum / total.stale_rows if total.stale_rows else 0.0,
+            "history/drift": total.drift,
         }
         values |= {f"history/drift/layer_{layer}": one.drift for layer, one in layers.items()}
         pl_module.log_dict(values, batch_size=1, sync_dist=True)

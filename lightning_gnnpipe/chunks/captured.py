@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lightning_gnnpipe._compat_torch import leaves_behind
 from lightning_gnnpipe.calls import Kind
 from lightning_gnnpipe.errors import Fallbacks, first_line
 from lightning_gnnpipe.passing import MessageContext
@@ -223,7 +224,7 @@ class CapturedChunks:
         self._used |= {id(weight): self._totals[id(weight)] for weight in one.weights}
 
     def _capture_backward(self, one: _Chunk, roots: Sequence[Tensor]) -> Any:
-        wanted, own = _leaves_of(roots), {*map(id, (*one.received, *one.leaves.values()))}
+        wanted, own = leaves_behind(roots), {*map(id, (*one.received, *one.leaves.values()))}
         for tensor in wanted:
             if id(tensor) not in own and id(tensor) not in self._totals:
                 self._totals[id(tensor)] = tensor, torch.zeros_like(tensor).detach()
@@ -291,18 +292,3 @@ class CapturedChunks:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def _leaves_of(roots: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors whose `.grad` a backward from `roots` fills."""
-    found = {id(root): root for root in roots if root.grad_fn is None}
-    nodes, seen = [root.grad_fn for root in roots], set[Any]()
-    while nodes:
-        node: Any = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node.name() == "torch::autograd::AccumulateGrad":
-            found[id(node.variable)] = node.variable
-        nodes += [one for one, _ in node.next_functions]
-    return list(found.values())

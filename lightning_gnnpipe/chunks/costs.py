@@ -25,6 +25,7 @@ class LayerCost:
         is_sum: Whether it sums rows with weights.
         is_rounded: Whether `history_bytes` are of rounded histories.
         running_bytes: The most that lives while it runs, `saved_bytes` included.
+        evaluated_bytes: The same without gradients; its outputs included.
     """
 
     forward_s: float
@@ -36,6 +37,7 @@ class LayerCost:
     is_sum: bool = False
     is_rounded: bool = False
     running_bytes: int = 0
+    evaluated_bytes: int = 0
 
     @property
     def compute_s(self) -> float:

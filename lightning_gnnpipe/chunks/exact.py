@@ -77,12 +77,7 @@ class ExactStep(Step):
                 self._inputs.append(kept)
             self._run_all("forward", partial(self._compute_layer, segment, unread, values))
             self._store.end_layer(keeps_rows=True)
-        outputs = [
-            torch.empty(
-                (spec.inputs.num_places(v), *v.row_shape), dtype=v.dtype, device=self._device
-            )
-            for v in spec.outputs
-        ]
+        outputs = [self._empty(spec.inputs.num_places(one), one) for one in spec.outputs]
         for chunk in self._chunks(spec.order):
             sent = [values[chunk.index][name] for name in stage.sent]
             for value, part in zip(self._sent, sent, strict=True):

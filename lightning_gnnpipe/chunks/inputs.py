@@ -81,9 +81,9 @@ class PassInputs(ABC):
         """Return the places of the rows of a shard, in the user's order."""
         raise NotImplementedError
 
-    @abstractmethod
     def whole_edge_leaf(self, name: str, *, edge_set: int | None) -> Tensor | None:
-        """Return an edge-level leaf of the whole graph; see `passing.EdgeLeaves`."""
+        """Return an edge-level leaf of the whole graph, if layers read edges of other chunks."""
+        return None
 
     @abstractmethod
     def _origins(self, kind: Kind, number: int) -> Tensor:
@@ -248,9 +248,6 @@ class BatchInputs(PassInputs):
     def num_places(self, value: Value) -> int:
         first, end = self._rows.span(value.kind, value.edge_set, (0, len(self._plan.order)))
         return end - first
-
-    def whole_edge_leaf(self, name: str, *, edge_set: int | None) -> Tensor | None:
-        """Return None: layers run on whole graphs, and read no edges of other chunks."""
 
     def _slice(self, chunk: MicroBatch, name: str) -> Any:
         if name == NUM_GRAPHS:

@@ -29,7 +29,6 @@ from lightning_gnnpipe.types import Weights
 GIB = 2**30
 _TRAINED = 4  # a weight, its gradient, two optimizer states
 _OUTPUTS = 4  # the outputs, their gradient, and as much again in the loss
-_FORWARD = 2 / 3  # of what lives while a layer runs, in evaluation
 _PLAN, _ENDS, _VALUE = 24, 16, 4  # bytes of an edge
 _CUTTING, _MAKING = 100, 60  # while the graph is cut, or its matrices alone are made
 _SPARE = 1.05  # what the allocator loses, and the user's step keeps
@@ -82,24 +81,25 @@ def predict_peaks(
 
     for stage, weight in zip(stages, weights, strict=True):
         own = costs.of(stage)
-        read = {n for one in stage.computed for n in one.inputs if n not in stage.leaves}
-        ends = 2 * max((bytes_of([name]) for name in (*read, *stage.sent)), default=0.0)
         saved = [node_frac * one.saved_bytes for one in own]
         tables = row_frac * in_memory * sum(_table_bytes(one, options) for one in own)
         running = [frac * max(one.running_bytes, one.saved_bytes) for one in own]
         more = max(most - kept for most, kept in zip(running, saved, strict=True))
-        whole, rows = max(running), tables / 2  # gradients come later
-        of_chunk = whole * share
-        again = bytes_of(read) + ends / 2
-        exact = rows + (again + whole if options.recompute else sum(saved) + more)
-        evaluated = tables + whole * _FORWARD + 1.5 * ends
+        rows = tables / 2  # gradients come later
+        kept, ahead = _reads(stage, bytes_of)
+        again = zip(kept, running, strict=False)  # of layers; parts of earlier ones follow
+        exact = rows + (max(map(sum, again)) if options.recompute else sum(saved) + more)
+        alone = (frac * one.evaluated_bytes for one in own)
+        evaluated = tables + max(map(sum, zip(ahead, alone, strict=False)))
         if options.exact_in_chunks and is_cut:  # rows that layers exchange, and their gradients
-            entries = max(sum(one.pushed) for one in own)
-            ends = in_memory * max(ends, 2.0 * node_frac * sizes.num_nodes * _VALUE * entries)
+            read = {n for one in stage.computed for n in one.inputs if n not in stage.leaves}
+            largest = max((bytes_of([name]) for name in (*read, *stage.sent)), default=0.0)
+            entries = node_frac * sizes.num_nodes * _VALUE * max(sum(one.pushed) for one in own)
+            ends, of_chunk = 2 * in_memory * max(largest, entries), share * max(running)
             exact = tables + in_memory * bytes_of(read) + ends + of_chunk
             evaluated = tables + 2 * ends + of_chunk
-        kept = sum(saved) * (share if options.recompute else 1)
-        pipelined = (tables + kept + more * share) * is_piped
+        at_once = sum(saved) * (share if options.recompute else 1)
+        pipelined = (tables + at_once + more * share) * is_piped
         held = 1.0 * weight + bytes_of([*stage.received, *stage.sent])
         held += _OUTPUTS * bytes_of(stages[-1].sent)
         held += edge_bytes(options, costs, is_cut, node_frac) * sizes.num_edges
@@ -109,6 +109,24 @@ def predict_peaks(
             held += bytes_of(stage.leaves)
         found.append(round(_SPARE * max(held + max(exact, pipelined, evaluated), cutting)))
     return found
+
+
+def _reads(
+    stage: Stage, bytes_of: Callable[[Iterable[str]], float]
+) -> tuple[list[float], list[float]]:
+    """Return for each layer what lives beside it: in backward with `recompute`, in evaluation.
+
+    In backward: inputs of this layer and of earlier ones, and gradients that wait for earlier ones.
+    In evaluation: what this layer and later ones read.
+    """
+    read = [set(one.inputs) - stage.leaves for one in stage.segments]
+    made = [set(one.outputs) for one in stage.segments]
+    kept, ahead = list[float](), list[float]()
+    for i in range(len(read)):
+        so_far, later = set().union(*read[: i + 1]), set().union(*read[i + 1 :])
+        kept.append(bytes_of(so_far) + bytes_of(so_far & later))
+        ahead.append(bytes_of((read[i] | later) - set().union(*made[i:])))
+    return kept, ahead
 
 
 def edge_bytes(

@@ -111,14 +111,7 @@ class Step:
     def forward(self) -> list[Tensor]:
         """Run the forward phase; return the outputs on all ranks, `[num_rows, *]` in user order."""
         spec = self.spec
-        outputs = [
-            torch.empty(
-                (spec.inputs.num_places(value), *value.row_shape),
-                dtype=value.dtype,
-                device=self._device,
-            )
-            for value in spec.outputs
-        ]
+        outputs = [self._empty(spec.inputs.num_places(one), one) for one in spec.outputs]
         for chunk, received in self._receive("forward", spec.order):
             with self._timed("forward", chunk.index):
                 for name, tensor in zip(self._stage.received, received, strict=True):
@@ -202,7 +195,8 @@ class Step:
                 continue
             first = place + _AHEAD if place else 0
             for early in chunks[first : place + _AHEAD + 1]:
-                buffers = [self._buffer(early, value) for value in self._expected[phase]]
+                numbers = (self.spec.inputs.num_rows(early, one) for one in self._expected[phase])
+                buffers = list(map(self._empty, numbers, self._expected[phase]))
                 codec = self.spec.codecs.of(phase)
                 transport.post_receive(source, Label(phase, early.index), buffers, codec)
             yield chunk, transport.wait_receive(Label(phase, chunk.index))
@@ -248,9 +242,8 @@ class Step:
     def _rank_of(self, stage: int) -> int | None:
         return self._mesh.rank_of(stage) if 0 <= stage < self._mesh.num_stages else None
 
-    def _buffer(self, chunk: Piece, value: Value) -> Tensor:
-        shape = self.spec.inputs.num_rows(chunk, value), *value.row_shape
-        return torch.empty(shape, dtype=value.dtype, device=self._device)
+    def _empty(self, num_rows: int, value: Value) -> Tensor:
+        return torch.empty(num_rows, *value.row_shape, dtype=value.dtype, device=self._device)
 
     def _check_rows(self, chunk: Piece, value: Value, part: Tensor) -> None:
         """Raise unless `part` has the shape that the next stage, or the user, expects."""

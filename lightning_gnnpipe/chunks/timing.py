@@ -223,7 +223,7 @@ class _Runs:
         self._forms = list(map(_form_of, segments))
         self._first_s = dict[Hashable, float]()  # by form
         self._seen, self._last = Counter[Hashable](), dict[Hashable, _Timed]()  # by form and shapes
-        self._running = dict[Hashable, int]()  # bytes, likewise
+        self._running = dict[Hashable, tuple[int, int]]()  # bytes, likewise; without gradients
         self._keys = list[tuple[Hashable, tuple[Any, Any]]]()
         self._times, self._held = list[NDArray[np.float64]](), list[dict[str, Any]]()
 
@@ -257,11 +257,15 @@ class _Runs:
             num_runs = max(num_runs, 4 - forms.count(form))  # at least three of each form
         runs = list[NDArray[np.float64]]()
         if key not in self._running:
+            with LiveBytes() as ahead, torch.no_grad():
+                run()
             with LiveBytes() as live:
                 counted = run()
-            outputs = (values[name] for name in segment.outputs)
+            outputs = [one for n in segment.outputs if isinstance(one := values[n], Tensor)]
             kept = sum(one.nbytes for one in outputs if _address(one) in saved)
-            self._running[key] = live.most - live.now + kept  # without outputs that are not saved
+            made = sum(one.nbytes for one in outputs)
+            # Of outputs only those that are saved count while gradients are computed.
+            self._running[key] = live.most - live.now + kept, ahead.most - ahead.now + made
             if counted[:2].sum() > _COUNTING_S:
                 runs.append(counted)
         runs += [run() for _ in range(min(num_runs, _MOST_RUNS) - len(runs))]
@@ -275,10 +279,11 @@ class _Runs:
         for key in alike:
             same = [i for i, one in enumerate(alike) if one == key]
             found[same, :2] = np.nanmedian(found[same, :2], axis=0)
-        running = [round(scale * self._running[key]) for key in self._keys]
-        rows = zip(found.tolist(), self._held, running, strict=True)
+        running = scale * np.array([self._running[key] for key in self._keys])
+        rows = zip(found.tolist(), self._held, running.round().astype(int).tolist(), strict=True)
+        names = "running_bytes", "evaluated_bytes"
         return [
-            LayerCost(ahead, back, round(size), running_bytes=most, **more)
+            LayerCost(ahead, back, round(size), **more, **dict(zip(names, most, strict=True)))
             for (ahead, back, size), more, most in rows
         ]
 

@@ -29,7 +29,7 @@ from lightning_gnnpipe.engine.identity import InputIdentity, InputKey
 from lightning_gnnpipe.engine.known_graphs import GraphCache
 from lightning_gnnpipe.engine.passes import Passes, RunningStatistics
 from lightning_gnnpipe.engine.resume import RankHistories, RunState, SavedRun, save_rank
-from lightning_gnnpipe.graph import ContentNumbers, StoredGraph, fold
+from lightning_gnnpipe.graph import ContentNumbers, fold
 from lightning_gnnpipe.methods import PipelinedMethod
 from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.staleness import HistoryStore
@@ -41,6 +41,7 @@ from lightning_gnnpipe.steps import (
     TrainingPass,
     graph_of_node,
     num_nodes,
+    stored_graph,
 )
 from lightning_gnnpipe.steps.gradient_sums import share_gradients, without_gradients
 from lightning_gnnpipe.steps.step_context import Facts, StepContext, agree, batch_number
@@ -67,13 +68,13 @@ class PipelineEngine:
             module, transport, options, lambda *call: self._checks.layers(*call), self.graphs.is_cut
         )
         self.step = StepContext()
-        self._loss = 0.0  # of the last training step
+        self.loss = 0.0  # of the last training step, if it had one
         self._seeds = PassSeeds(options.seed, transport)
         self._passes = Passes(self.model, self.graphs, transport, options, controls, self._seeds)
         self._known_kinds = KnownKinds()
         self._checks = EngineChecks(self.model, self.graphs, transport, options)
         self.num_training_passes = 0
-        self._state = PassState()
+        self.state = PassState()
         self.contents = ContentNumbers()
         self.identity = InputIdentity(module, self.contents, options.given.cross_chunk_edges)
         self._saved: SavedRun | None = None
@@ -126,8 +127,7 @@ class PipelineEngine:
         self._checks.hooks()
         module, batch, known = self.model.module, self.step.batch, self.model.matrices
         mask_weights(module)
-        stored = getattr(batch, "stored", None)
-        stored = stored if isinstance(stored, StoredGraph) else None
+        stored = stored_graph(batch)
         if stored is not self.options.stored:
             self.options.open(stored)
         call = flatten_call(module, args, kwargs, lambda: num_nodes(batch), method, known)
@@ -136,21 +136,21 @@ class PipelineEngine:
         call, inputs = self._known_kinds.find_graphs(call, in_batch)
         self._checks.graphs(call, inputs, in_batch)
         has_graphs = inputs.graphs is not None
-        if is_training and self._state.num_awaiting:
+        if is_training and self.state.num_awaiting:
             self._checks.several_forwards(has_graphs)
         key = None
         if inputs.graphs is not None:
             number = fold([inputs.num_nodes, inputs.graphs.num_graphs, *inputs.edge_sizes])
         else:
             key = self.identity.of(call, inputs, self._batch_number)
-            key = key.at_call(self._state.num_awaiting if is_training else 0)
+            key = key.at_call(self.state.num_awaiting if is_training else 0)
             number = key.graph
         facts = Facts(
             self._batch_number() if self.transport.world.is_distributed else 0,
-            self._loss,
+            self.loss,
             number,
             sum([one.training for one in module.modules()]),
-            self._state.is_lost,
+            self.state.is_lost,
             0 if key is None else key.number,
             self.graphs.num_bytes,
             self.model.has_changed(call, inputs),
@@ -161,7 +161,7 @@ class PipelineEngine:
         if agreed.is_lost:
             self._checks.loss_of_rows()
             self.graphs.inputs.drop_rows()
-            self._state.settle()
+            self.state.settle()
         self._checks.support(has_graphs)
         if not self.model.is_split:
             self._checks.start(inputs, is_training=is_training)
@@ -185,18 +185,10 @@ class PipelineEngine:
     def _batch_number(self) -> int:
         return batch_number(self.step.batch, self.contents)
 
-    def note_loss(self, loss: float | None) -> None:
-        """Record the loss of a training step, if it has one."""
-        self._loss = 0.0 if loss is None else loss
-
     def refuse_loss(self, loss: float, epoch: int) -> NoReturn:
         """End the run, since the loss of a step is not finite; collective."""
-        found = (search() for search in self._state.searches)
+        found = (search() for search in self.state.searches)
         refuse_loss(loss, epoch, next(filter(None, found), None))
-
-    def abandon(self) -> None:
-        """Forget a training pass whose backward failed or never ran."""
-        self._state.abandon()
 
     def share_gradients(self, root: nn.Module) -> None:
         """Give all ranks equal gradients of all weights of `root`; collective."""
@@ -207,7 +199,7 @@ class PipelineEngine:
 
     def run_state(self) -> RunState:
         """Return the state of the run for a checkpoint, without weights and rows."""
-        self.abandon()
+        self.state.abandon()
         if self._saved is not None:  # resumed, no step yet
             saved = self._saved
             return saved.state if saved.stages else saved.state.without_histories()
@@ -222,7 +214,7 @@ class PipelineEngine:
             num_random_inputs=self.identity.num_random,
             chosen_chunks=self.options.chosen,
         )
-        return state.without_histories() if self._state.is_lost else state
+        return state.without_histories() if self.state.is_lost else state
 
     def stage_states(self) -> dict[int, RankHistories]:
         """Return the histories that this rank writes to a checkpoint, by rank: see `save_rank`.
@@ -249,7 +241,7 @@ class PipelineEngine:
 
     def _train(self, call: Call, inputs: Inputs, key: InputKey | None, agreed: Facts) -> Any:
         """Run the forward phase; autograd runs the backward phase at the outputs."""
-        self._state.begin()
+        self.state.begin()
         is_resumed = self._take_saved()
         if key is not None and self.graphs.trained is None:
             options = self.options
@@ -289,8 +281,8 @@ class PipelineEngine:
         if not needs_no_history and (is_resumed or known.saved):
             self._passes.take_saved(own, key.number, mode, is_resumed=is_resumed)
         if self.controls.refreshes:
-            for one in known.kept.values():
-                one.ask_refresh()
+            known.ask_refresh()
+            self.controls.refreshes = False  # a later call of the step asks no more
         is_new = mode.reads not in own.filled and not needs_no_history
         if is_new and not is_exact and own.filled:
             self._checks.new_reads()
@@ -306,7 +298,7 @@ class PipelineEngine:
         own.inputs.load(call, inputs, key.leaves)
         exact = partial(self._passes.over_graph, mode, own.graph, own.graph.reading, own.inputs)
         output = self._run(spec, own.store, call, mode, exact, is_exact=is_exact)
-        own.end_step(number, mode.frozen)
+        known.end_step(own, number, mode.frozen)
         if is_exact:
             own.filled = {mode.reads}
         return output
@@ -331,11 +323,11 @@ class PipelineEngine:
         is_exact: bool,
     ) -> Any:
         running = TrainingPass(spec, store, self.model, mode, is_exact=is_exact)
-        number, is_first = self.num_training_passes, self._state.num_awaiting == 0
+        number, is_first = self.num_training_passes, self.state.num_awaiting == 0
         outputs = running.forward(self.controls, number, is_first=is_first)
         self.model.share_statistics(replaced=False)
         search = partial(find_not_finite, self._passes, self.transport, mode, call, exact)
-        self._state.end_forward(number, outputs, search)
+        self.state.end_forward(number, outputs, search)
         self.num_training_passes += 1
         self._has_record = self._has_record and not is_first
         readers = mode.readers_of(call)
@@ -350,10 +342,10 @@ class PipelineEngine:
                 for (like, shape), grad in zip(zeros, found, strict=True)
             ]
             is_scaled = self.step.loss_scale != 1  # loss scaling: overflows are normal
-            self._state.begin_backward(number, [] if is_scaled else grads)
+            self.state.begin_backward(number, [] if is_scaled else grads)
             with without_gradients(self.model.module, absent):
                 leaf_grads = running.backward(grads, readers)
-            self._state.end_backward([] if is_scaled else running.gradients())
+            self.state.end_backward([] if is_scaled else running.gradients())
             record, earlier = running.record(), self.last_step.record
             if self._has_record and earlier is not None:
                 record = record.after(earlier)
@@ -379,7 +371,7 @@ class PipelineEngine:
         own = None if averages else self._passes.trained_alike(key, mode, graph)
         renews = own is not None and self._passes.can_renew(own)
         if renews:
-            self._state.begin()
+            self.state.begin()
         planned = graph.inputs
         planned.load(call, inputs, key.leaves)
         context = own.writing if renews and own is not None else graph.reading
@@ -392,5 +384,5 @@ class PipelineEngine:
         planned.release()
         if renews and own is not None:
             own.renew()
-            self._state.settle()
+            self.state.settle()
         return outputs, has_drawn

@@ -109,19 +109,15 @@ class Histories:
         self.is_renewed = self.is_refresh_due = False
         self._make(options)
 
-    def ask_refresh(self) -> None:
-        """Have all rows recomputed before the next step, unless they are new."""
-        self.is_refresh_due = not self.is_renewed
-
     def renew(self) -> None:
         """Record that an exact pass without dropout has written all rows."""
         self.store.on_renewed()
         self.is_renewed, self.is_refresh_due = True, False
 
-    def end_step(self, number: int, frozen: tuple[bool, ...]) -> None:
-        """Record that training pass `number` has written all rows."""
-        self.last_step, self.frozen = number, frozen
-        self.is_renewed = self.is_refresh_due = False
+    def settle(self) -> None:
+        """Wait for messages between shards, and keep them."""
+        if isinstance(self.store, SharedStore):
+            self.store.settle()
 
     def drain(self) -> None:
         """Wait for messages between shards, and discard them."""
@@ -182,7 +178,7 @@ class GraphCache:
             kept[key.number] = found
         kept.move_to_end(key.number)  # the most recently used
         if self.trained is not None and self.trained is not found:
-            self.trained.drain()
+            self.trained.settle()
         self.trained = found
         return found
 
@@ -346,6 +342,24 @@ class KnownInputs:
     def resume(self, run: SavedRun) -> None:
         self.saved, self.num_saved_layers = run.histories(), sum(run.state.stage_layers)
         self.lack = run.lack
+
+    def ask_refresh(self) -> None:
+        """Have all rows of each input recomputed before its next step, unless they are new."""
+        for one in self.kept.values():
+            one.is_refresh_due = not one.is_renewed
+        for number, saved in self.saved.items():
+            self.saved[number] = saved.noting(is_refresh_due=not saved.state.is_renewed)
+
+    def end_step(self, own: Histories, number: int, frozen: tuple[bool, ...]) -> None:
+        """Record that training pass `number` has written all rows of `own`.
+
+        Weights will have changed: no input has new rows any more.
+        """
+        own.last_step, own.frozen, own.is_refresh_due = number, frozen, False
+        for one in self.kept.values():
+            one.is_renewed = False
+        for number, saved in self.saved.items():
+            self.saved[number] = saved.noting(is_renewed=False)
 
     def make_room(self, key: InputKey, num_bytes: int) -> None:
         """Drop the least recently used inputs until one more of `num_bytes` has room."""

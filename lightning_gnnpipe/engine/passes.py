@@ -117,7 +117,7 @@ class Passes:
     def needs_no_history(self, graph: PlannedGraph) -> bool:
         """Whether there are several chunks and none reads rows of another, or of earlier steps."""
         plan, layers = graph.plan, self._model.intercepted
-        is_apart = plan.is_disjoint and not layers.sees_all_nodes
+        is_apart = plan.is_disjoint and not layers.norms
         return plan.num_chunks > 1 and (is_apart or self._options.trains_exactly)
 
     def refresh(self, call: Call, inputs: Inputs, own: Histories, key: InputKey) -> None:
@@ -258,7 +258,7 @@ class Passes:
     def _plan_batch(self, inputs: Inputs) -> BatchPlan:
         """Return `num_chunks` micro-batches, or one per graph with nodes if there are fewer."""
         assert inputs.graphs is not None
-        num_chunks = self._options.num_chunks
+        num_chunks = self._options.graph_chunks
         norms = self._model.intercepted.batch_norms.values()
         least = 2 if any(map(uses_batch_statistics, norms)) else 1  # rows of graphs, for their mean
         plan = plan_micro_batches(inputs.graphs.work(), inputs.graphs.sizes, num_chunks, least)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -55,9 +55,6 @@ class RunState:
     def num_ranks(self) -> int:
         """Number of ranks that save histories."""
         return len(self.stage_layers) * self.num_shards
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def without_histories(self) -> RunState:
         return replace(self, inputs=())
@@ -124,6 +121,10 @@ class SavedHistories:
 
     state: InputState
     parts: Sequence[Mapping[str, Any]]
+
+    def noting(self, **facts: Any) -> SavedHistories:
+        """Return them with other facts in their state."""
+        return replace(self, state=replace(self.state, **facts))
 
 
 log = logging.getLogger(__name__)

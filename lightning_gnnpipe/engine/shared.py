@@ -72,11 +72,14 @@ class SharedStore(HistoryStore):
             for chunk in range(num_chunks)
         ]
 
+    def settle(self) -> None:
+        """Wait for messages between shards, and keep them for the next step on this input."""
+        self._last |= {slot: wait() for slot, wait in self._flying.items()}
+        self._flying.clear()
+
     def drain(self) -> None:
         """Wait for messages between shards, and discard them."""
-        for wait in self._flying.values():
-            wait()
-        self._flying.clear()
+        self.settle()
         self._last.clear()
 
     def push(self, key: Hashable, chunk: Chunk, rows: Tensor, *, keeps_old: bool = False) -> None:

@@ -122,9 +122,7 @@ def _assign_nodes(order: Tensor, weights: Tensor, num_chunks: int) -> Tensor:
     return assignment
 
 
-def split_chunks(
-    edge_index: Tensor, assignment: Tensor, num_shards: int, *, seed: int = 0
-) -> Tensor:
+def split_chunks(edge_index: Tensor, assignment: Tensor, num_shards: int) -> Tensor:
     """Return `[num_nodes]` the shard of each node, given its chunk; no shard is empty.
 
     Chunks are the same for any number of shards, so staleness is too. METIS cuts each into parts of
@@ -152,7 +150,6 @@ def split_chunks(
             nodes.numel(),
             num_chunks=num_shards,
             method="metis",
-            seed=seed,
         )
     shards = _align(edge_index, assignment, part, num_shards)
     return _fill_empty(shards, torch.ones_like(shards), num_shards)

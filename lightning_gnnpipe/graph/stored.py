@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -65,11 +65,12 @@ class StoredGraph:
         """Return `outputs` with rows of nodes in the user's order."""
         place = self.nodes.argsort()
 
-        def put(rows: Tensor) -> Tensor:
-            is_of_nodes = rows.dim() > 0 and rows.size(0) == place.numel()
-            return rows[place.to(rows.device)] if is_of_nodes else rows
+        def put(rows: Any) -> Any:
+            if rows.ndim == 0 or rows.shape[0] != place.numel():
+                return rows
+            return rows[place.to(rows.device) if isinstance(rows, Tensor) else place.numpy()]
 
-        return pytree.tree_map_only(Tensor, put, outputs)
+        return pytree.tree_map_only((Tensor, np.ndarray), put, outputs)
 
 
 def open_stored(folder: Path) -> tuple[dict[str, Any], StoredGraph]:
@@ -181,13 +182,26 @@ def written_whole(folder: Path) -> Iterator[Path | None]:
 @contextmanager
 def _locked(folder: Path) -> Iterator[int]:
     """Make `folder` if it is not there, and hold its lock within the block."""
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
+    handle = None
+    while handle is None:
+        handle = _lock(folder)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
         yield handle
     finally:
         os.close(handle)
+
+
+def _lock(folder: Path) -> int | None:
+    """Make and lock `folder`; return its handle, None if another process has removed it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with suppress(FileNotFoundError):
+        handle = os.open(folder, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), os.stat(folder)):
+                return handle
+        os.close(handle)
+    return None
 
 
 def _is_taken(folder: Path) -> bool:

@@ -22,7 +22,7 @@ from lightning_gnnpipe._compat_pyg import (
     arguments_of,
     arguments_of_update,
 )
-from lightning_gnnpipe._compat_torch import BATCH_NORM
+from lightning_gnnpipe._compat_torch import BATCH_NORM, NO_CHECKPOINT
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.layers.native import NativeContext, deferred
 from lightning_gnnpipe.layers.normalize import localized
@@ -54,11 +54,6 @@ class Intercepted:
     batch_norms: dict[str, nn.Module]  # with BatchNorm's statistics; some are in `norms` too
     # PyG's blocks that would recompute layers outside of a pass, and attributes to prevent it.
     blocks: list[tuple[nn.Module, dict[str, bool]]]
-
-    @property
-    def sees_all_nodes(self) -> bool:
-        """Whether a layer computes statistics over all nodes."""
-        return bool(self.norms)
 
     @property
     def all(self) -> list[nn.Module]:
@@ -98,6 +93,7 @@ def intercept(layers: Intercepted, context: MessageContext | NativeContext) -> E
 def _replacements(
     layers: Intercepted, context: MessageContext | NativeContext
 ) -> Iterator[Replacement]:
+    yield NO_CHECKPOINT  # backward would run layers of its function outside of the pass
     yield from layers.blocks
     yield from _memoryless(layers.convs)
     if isinstance(context, NativeContext):

@@ -156,7 +156,11 @@ def _refused_in_parts(layer: nn.Module, is_without_batch: bool) -> Refusals:
     elif layer.training and has_spectral_norm(layer):
         reason = "the power iteration of its spectral norm would run once per micro-batch"
         yield reason, _REMEDY_SPECTRAL
-    elif isinstance(layer, BATCH_NORM | gnn.BatchNorm):
+    elif isinstance(layer, BATCH_NORM):
+        if layer.training and type(layer).forward is not BATCH_NORM.forward:
+            remedy = "Call torch.nn.BatchNorm1d, then the rest, or train with num_chunks=1."
+            yield "its forward is not that of torch.nn.BatchNorm1d", remedy
+    elif isinstance(layer, gnn.BatchNorm):
         return
     elif is_without_batch and has_statistics(layer):
         remedy = "Call it as norm(x, batch), or train with num_chunks=1."
@@ -181,10 +185,10 @@ def _refused(module: nn.Module, name: str, layer: nn.Module, num_parts: int) -> 
 
 def _refused_on_chunks(module: nn.Module, name: str, layer: nn.Module) -> Refusals:
     mixing = next((why for kind, why in _ROW_MIXING if isinstance(layer, kind)), None)
-    if len(_node_types(layer)) > 1:
-        yield "it joins nodes of several types", _REMEDY_RELATIONS
-    elif isinstance(layer, gnn.HeteroConv):
-        if layer.aggr in ("min", "max"):
+    if isinstance(layer, gnn.HeteroConv):
+        if len({end for relation in layer.convs.keys() for end in relation[::2]}) > 1:  # noqa: SIM118
+            yield _TYPES, _REMEDY_RELATIONS
+        elif layer.aggr in ("min", "max"):
             yield f"its aggr='{layer.aggr}' cannot be traced", 'Use aggr="sum", "mean" or "cat".'
     elif has_statistics(layer):
         return
@@ -198,13 +202,6 @@ def _refused_on_chunks(module: nn.Module, name: str, layer: nn.Module) -> Refusa
         return  # a pool: refused in `cut_layers` if it is between layers
     elif type(layer) not in EXACT_AGGREGATIONS:
         yield "it is not known to be exact on chunks", _REMEDY_AGGREGATION
-
-
-def _node_types(layer: nn.Module) -> set[str]:
-    """Return the node types that a heterogeneous layer was built for."""
-    if not isinstance(layer, gnn.HeteroConv):
-        return set()
-    return {end for relation in layer.convs.keys() for end in relation[::2]}  # noqa: SIM118
 
 
 def _refused_conv(conv: nn.Module) -> Refusals:

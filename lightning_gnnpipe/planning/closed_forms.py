@@ -37,15 +37,12 @@ class Link:
         """Return a link from its speed in Gbit/s, each way."""
         return Link(gbit_per_s * 1e9 / 8, message_s)
 
-    @property
-    def gbit_per_s(self) -> float:
-        """Speed in Gbit/s, each way."""
-        return self.bytes_per_s * 8 / 1e9
-
     def __str__(self) -> str:
-        exchanged = (self.exchange_bytes_per_s or 0) * 8 / 1e9
+        speed, exchanged = (
+            8 * (one or 0) / 1e9 for one in (self.bytes_per_s, self.exchange_bytes_per_s)
+        )
         shards = f" ({exchanged:g} between shards)" if exchanged else ""
-        return f"{self.gbit_per_s:g} Gbit/s{shards} and {self.message_s * 1e6:g} us per message"
+        return f"{speed:g} Gbit/s{shards} and {self.message_s * 1e6:g} us per message"
 
 
 def usual_link(*, is_gloo: bool, message_s: float = MESSAGE_S) -> Link:

@@ -52,7 +52,7 @@ from lightning_gnnpipe.stages import (
     undisturbed,
     whole_sample,
 )
-from lightning_gnnpipe.user_code import at, line_of
+from lightning_gnnpipe.user_code import at, line_and_function
 
 NUM_CHUNKS = 3
 _MOST_ROWS = 2**20
@@ -147,7 +147,7 @@ def check_graphs(
         small = _in_full(replace(call, leaves=sample.leaves, slices={}), module)
         kinds = replace(inputs, num_nodes=sample.num_nodes, graphs=sample.graphs)
         check = _Check(module, layers, small, sample.graphs.num_graphs, words=_OF_BATCHES)
-        check.trace(small)
+        check.trace(small, may_write=not in_parts)
         for num_chunks in (1, 2) if in_parts else (1,):
             plan = plan_micro_batches(sample.graphs.work(), sample.graphs.sizes, num_chunks)
             context = NativeContext(plan.num_chunks)
@@ -331,9 +331,10 @@ class _Check:
         except (UnsupportedError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # what user code raises on a part of the graph
+            line = at(line_and_function(error)[0])
             raise UnsupportedError(
                 expected=f"the model to run on {self._words.part}",
-                found=f"{type(error).__name__}: {first_line(error)}{at(line_of(error))}",
+                found=f"{type(error).__name__}: {first_line(error)}{line}",
                 remedy=self._words.remedy,
             ) from error
 

@@ -5,16 +5,15 @@ What a chunk reads of another are the live tensors of a run on the whole graph, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import checkpoint
 
-from lightning_gnnpipe._compat_torch import DispatchMode
+from lightning_gnnpipe._compat_torch import NO_CHECKPOINT, DispatchMode
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import ChunkPlan
 from lightning_gnnpipe.passing import (
@@ -61,20 +60,12 @@ class LiveContext(MessageContext):
         return super().weighted_sum(layer, call, rule, edges, rows, weight)
 
 
-class _NoCheckpoint:
-    """Runs a reentrant checkpoint's function: `autograd.grad` does not go through one."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], _: bool, *args: Any) -> Any:
-        return function(*args)
-
-
 @contextmanager
 def deterministic() -> Iterator[None]:
     """Run without random numbers, and without kernels that draw some themselves."""
     with (
         NoRandomness(),  # type: ignore[no-untyped-call]
-        replace_attributes(checkpoint, {"CheckpointFunction": _NoCheckpoint}),
+        replace_attributes(*NO_CHECKPOINT),  # `autograd.grad` does not go through one
         sdpa_kernel(SDPBackend.MATH),
         torch.backends.cudnn.flags(enabled=False),
     ):

@@ -3,6 +3,7 @@
 from lightning_gnnpipe.stages.attributes import (
     OF_LIBRARY,
     OF_USERS,
+    RATE,
     Guard,
     HeldTensors,
     State,

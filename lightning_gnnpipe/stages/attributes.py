@@ -78,10 +78,6 @@ class State(NamedTuple):
         old, now = (one.of(*owners or (TRACED, *_CALLED)) for one in (before, self))
         return [key for key in now | old if now.get(key) != old.get(key)]
 
-    def changed_in_parts(self, before: State) -> set[tuple[str, str]]:
-        """Return path and name of attributes that differ, of modules that run as they are."""
-        return set(self.changed(before, *_CALLED))
-
     def without(self, names: Collection[tuple[str, str]]) -> State:
         """Return the state without attributes of modules that run as they are."""
         kept = [one for one in self.attributes if not one[0] or one[1:3] not in names]

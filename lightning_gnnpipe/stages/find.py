@@ -36,7 +36,7 @@ _LAYER_BY_LAYER = (
 
 def contains_passing(module: nn.Module) -> bool:
     """Whether `module` is or holds a message-passing layer."""
-    return any(map(_is_layer, module.modules()))
+    return any(isinstance(one, MessagePassing) for one in module.modules())
 
 
 def calls_passing(node: fx.Node, root: nn.Module) -> bool:
@@ -59,10 +59,6 @@ def owners_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, one in module.named_modules():
         if is_traced_through(one) or isinstance(one, tables):
             yield name, one
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return isinstance(module, MessagePassing)
 
 
 def is_library(module: nn.Module) -> bool:
@@ -272,7 +268,10 @@ def _find_holders(module: nn.Module) -> list[tuple[str, nn.Module]]:
     children: dict[nn.Module, str] = {}
     for name, child in itertools.starmap(without_compile, module.named_children()):
         children.setdefault(child, name)
-    layers = {child: {id(m) for m in child.modules() if _is_layer(m)} for child in children}
+    layers = {
+        child: {id(m) for m in child.modules() if isinstance(m, MessagePassing)}
+        for child in children
+    }
     holders = [
         (name, child)
         for child, name in children.items()

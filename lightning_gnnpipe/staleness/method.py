@@ -59,7 +59,6 @@ class HistoryOptions:
     """How histories are kept.
 
     Attributes:
-        recomputes: Backward recomputes activations; outputs of linear layers are kept for it.
         dtype: Dtype of rows and, unless float16, of output gradients of linear layers; None keeps
             the dtype of pushed rows.
         device: Device of rows and gradients; None for the device of the layers.
@@ -67,7 +66,6 @@ class HistoryOptions:
     """
 
     method: StalenessMethod = METHODS["constant"]
-    recomputes: bool = False
     dtype: torch.dtype | None = None
     device: torch.device | None = None
     folder: Path | None = None

@@ -28,6 +28,7 @@ from lightning_gnnpipe.report import Split
 from lightning_gnnpipe.stages import (
     OF_LIBRARY,
     OF_USERS,
+    RATE,
     Guard,
     HeldTensors,
     Layers,
@@ -51,6 +52,10 @@ from lightning_gnnpipe.steps.staged_weights import StagedWeights
 log = logging.getLogger(__name__)
 
 _NUM_MODES, _MANY_CHANGES = 8, 3
+_OF_FOLDER = (
+    "Rows of %s belong to nodes in the order of the folder, not in yours: fill and read them by "
+    "batch.n_id, and load them with this folder alone."
+)
 _TRACED_ANEW = (
     "Forward is traced anew each time that %s changes. To trace once, keep numbers that forward "
     "reads in a buffer and change it in place: self.scale.fill_(0.5). Keep what it does not read "
@@ -149,7 +154,10 @@ class PipelinedModel:
 
     def attach(self, call: Call) -> Call:
         """Return the call with parameters and buffers with a row a node or edge as leaves."""
-        return call if call.has_graphs else self._held.attach(call)
+        found = call if call.has_graphs else self._held.attach(call)
+        if found.held and self._options.stored is not None:
+            self._fallbacks.tell(_OF_FOLDER, ", ".join(found.held.values()))
+        return found
 
     def mode(self, call: Call, inputs: Inputs, measure: Measure, *, also_train: bool) -> Mode:
         """Return the mode of these arguments; trace the module and assign layers if it is new.
@@ -216,7 +224,8 @@ class PipelinedModel:
         """Leave attributes that the first pass of a trace has changed, such as counters, alone."""
         self.is_new = False
         if self._modes:
-            counters = self._guard.state().changed_in_parts(next(reversed(self._modes))[1])
+            before = next(reversed(self._modes))[1]
+            counters = set(self._guard.state().changed(before, OF_LIBRARY, OF_USERS, RATE))
             if counters:
                 self._guard.leave(counters)
                 modes = self._modes.items()

@@ -15,7 +15,13 @@ from torch_geometric.data import Batch, Data
 from lightning_gnnpipe.chunks import SeedOf, make_seeds, own_random_stream
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.errors import GraphError, UnsupportedError
-from lightning_gnnpipe.graph import ContentNumbers, fold, tensors_in, text_fingerprint
+from lightning_gnnpipe.graph import (
+    ContentNumbers,
+    StoredGraph,
+    fold,
+    tensors_in,
+    text_fingerprint,
+)
 
 _LOSS_TOLERANCE = 1e-4
 
@@ -87,6 +93,16 @@ def graph_of_node(batch: Any) -> Tensor | None:
 def num_nodes(batch: Any) -> int | None:
     """Return the number of nodes of the first PyG `Data` in the user's batch, if any."""
     return next((one.num_nodes for one in _graphs(batch)), None)
+
+
+def stored_graph(batch: Any) -> StoredGraph | None:
+    """Return the folder that a graph of the user's batch is from, unless it is a part of it."""
+    for one in _graphs(batch):
+        found = getattr(one, "stored", None)
+        found = found[0] if isinstance(found, list) and len(found) == 1 else found  # collated
+        if isinstance(found, StoredGraph) and found.nodes.numel() == one.num_nodes:
+            return found
+    return None
 
 
 def _graphs(batch: Any) -> Iterator[Any]:

@@ -110,7 +110,7 @@ class TrainingPass:
         self._spec, self._store, self._model = spec, store, model
         self._step = (ExactStep if spec.by_layer else Step)(spec)
         self._sums = model.gradient_sums(mode)
-        self._is_done = False
+        self._is_done, self._dtype = False, torch.get_default_dtype()
         self.is_exact = is_exact
 
     def forward(self, controls: Controls, number: int, *, is_first: bool = True) -> list[Tensor]:
@@ -160,6 +160,8 @@ class TrainingPass:
                 self._spec.context.leaves = self._spec.inputs
                 stack.enter_context(intercept(self._model.intercepted, self._spec.context))
                 stack.enter_context(own_random_stream(self._spec.transport.world.device))
+                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+                torch.set_default_dtype(self._dtype)  # precision="64-true" sets it for forward only
             self._sums.begin()
             stack.enter_context(self._spec.computing())
             self._step.backward(grads, self._sums.expect_later)

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,9 @@ class Checkpoints:
             if is_first and not processes.has_workers:  # a process that only started ranks
                 write(filepath)
             return
+        if not processes.are_set_up:  # they have ended, or this process runs none
+            write(filepath)
+            return
         filepath = processes.broadcast(filepath)
         path, ident = _local_path(filepath), None
         if state is not None:
@@ -191,7 +195,7 @@ class Checkpoints:
     def _run(self, state: RunState, histories: str | None) -> dict[str, Any]:
         """Return the run for the checkpoint, in plain types."""
         return {
-            "run": state.as_dict(),
+            "run": asdict(state),
             "random": self._random_state(),
             "histories": histories,
         }
@@ -237,7 +241,7 @@ def _local_path(path: PathLike) -> Path | None:
     """Return `path` as a local path; None if it is remote."""
     text = str(path)
     if "://" not in text:
-        return Path(text)
+        return Path(text).expanduser()
     return Path(text.removeprefix("file://")) if text.startswith("file://") else None
 
 

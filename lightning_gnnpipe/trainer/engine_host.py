@@ -224,7 +224,7 @@ class EngineHost:
     def begin_batch(self) -> None:
         self._processes.signals.requeue()
         self._num_evaluations = 0
-        self.engine.abandon()
+        self.engine.state.abandon()
 
     def stop_early(self, *, is_end: bool) -> None:
         """Raise if `should_stop` makes only some ranks skip batches, which the rest begin.
@@ -290,7 +290,7 @@ class EngineHost:
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor) or loss.numel() != 1:  # by manual optimization
             loss = None
-        engine.note_loss(None if loss is None else float(loss.detach()))
+        engine.loss = 0.0 if loss is None else float(loss.detach())
         self._processes.signals.obey()
         return output
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_gnnpipe.datamodule import check_loader
-from lightning_gnnpipe.graph import StoredGraph
 from lightning_gnnpipe.options import StrategyOptions
 from lightning_gnnpipe.passing import replace_attributes
+from lightning_gnnpipe.steps import stored_graph
 from lightning_gnnpipe.trainer import _compat
 from lightning_gnnpipe.trainer._compat import LightningStrategy, PathLike
 from lightning_gnnpipe.trainer.checkpoints import AtomicCheckpointIO, Checkpoints
@@ -28,22 +28,18 @@ from lightning_gnnpipe.trainer.replicas import Replicas
 class PipelineHooks(LightningStrategy):
     """Lightning's hooks; each calls the part that does the work: processes, host, checkpoints."""
 
-    def __init__(
-        self, options: StrategyOptions, data_parallel: int, backend: str | None, **lightnings: Any
-    ) -> None:
+    def __init__(self, options: StrategyOptions, backend: str | None, **lightnings: Any) -> None:
         self.options = options
         super().__init__(**lightnings)
         self._processes = Processes(self, options, backend)
-        self._replicas = Replicas(self, self._processes, data_parallel)
+        self._replicas = Replicas(self, self._processes, options.data_parallel)
         self._host = EngineHost(self, options, self._processes, self._replicas)
         self._checkpoints = Checkpoints(self, self._processes, self._host)
 
-    @contextmanager
-    def _gathered(self) -> Iterator[None]:
+    def _gathered(self) -> AbstractContextManager[None]:
         """Have whole weights on every rank within the block."""
         staged = self._host.staged
-        with nullcontext() if staged is None else staged.gathered():
-            yield
+        return nullcontext() if staged is None else staged.gathered()
 
     # Set-up.
 
@@ -127,7 +123,7 @@ class PipelineHooks(LightningStrategy):
         if self._host.engine.options.is_fitting and not self.user_module.trainer.sanity_checking:
             self._host.stop_early(is_end=False)
         self._replicas.share_buffers()
-        self._host.engine.abandon()
+        self._host.engine.state.abandon()
         self._host.engine.set_step(is_validating=True)
         self._processes.signals.attach(self.user_module.trainer)
 
@@ -146,8 +142,8 @@ class PipelineHooks(LightningStrategy):
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self._host.evaluation_step(partial(super().predict_step, **kwargs), args)
-        stored = getattr(self._host.engine.step.batch, "stored", None)
-        return stored.in_users_order(outputs) if isinstance(stored, StoredGraph) else outputs
+        stored = stored_graph(self._host.engine.step.batch)
+        return outputs if stored is None else stored.in_users_order(outputs)
 
     def on_validation_end(self) -> None:
         self._host.end_validation()

@@ -85,6 +85,11 @@ class Processes:
         return self._transport
 
     @property
+    def are_set_up(self) -> bool:
+        """Whether this process can send messages to other ranks, if there are any."""
+        return self._transport is not None
+
+    @property
     def everyone(self) -> Collectives:
         """Collective calls of all ranks."""
         return self.transport.everyone

@@ -50,11 +50,11 @@ class Replicas:
         replica = self.sampler_kwargs["rank"]
         if is_seeded and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
             dataloader.worker_init_fn = partial(pl_worker_init_function, rank=replica)
-        if not self.are_several or self._predicts or self._is_split_evenly(dataloader):
+        if not self.are_several or self._predicts:
             return dataloader
-        return SameLengthLoader(
-            dataloader, partial(self._processes.everyone.meet, "compare loaders")
-        )
+        gather = partial(self._processes.everyone.meet, "compare loaders")
+        checked = SameLengthLoader(dataloader, gather)
+        return dataloader if self._is_split_evenly(dataloader) else checked
 
     @property
     def _predicts(self) -> bool:

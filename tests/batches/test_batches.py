@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch_geometric import nn as gnn
 from torch_geometric.data import Batch
 
@@ -97,6 +98,30 @@ def test_what_looks_at_several_graphs_is_refused(
         run(on_engine(net), data)
     if is_right_in_one:
         run(on_engine(single, num_chunks=1), data)
+
+
+class Rectified(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+def test_a_batch_norm_with_a_forward_of_its_own_is_refused_in_several_micro_batches() -> None:
+    plain, data = Normed(Rectified(WIDTH)).double(), draw_batch(SIZES)
+    with pytest.raises(UnsupportedError, match="a Rectified: its forward is not that of"):
+        run(on_engine(copy.deepcopy(plain)), data)
+    assert_same(run(on_engine(copy.deepcopy(plain), num_chunks=1), data), run(plain, data))
+
+
+def test_one_stage_runs_a_batch_as_it_is() -> None:
+    """So BatchNorm is that of PyG, and power iterations run once."""
+    for norm in (nn.BatchNorm1d(WIDTH), spectral_norm(nn.Linear(WIDTH, WIDTH))):
+        plain, data = Normed(norm).double(), draw_batch(SIZES)
+        net = on_engine(copy.deepcopy(plain), num_chunks="auto")
+        for _ in range(2):
+            found = run(net, data)
+            assert_same(found, run(plain, data))
+            found.sum().backward()
+        assert_same(dict(net.named_buffers()), dict(plain.named_buffers()))
 
 
 def test_batch_norm_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -188,7 +188,7 @@ def test_sparse_gradients_of_embeddings(recompute: bool) -> None:
         assert ours.grad is not None and theirs.grad is not None
         assert ours.grad.is_sparse == theirs.grad.is_sparse
         torch.testing.assert_close(ours.grad.to_dense(), theirs.grad.to_dense())
-    assert not engine._state.is_lost
+    assert not engine.state.is_lost
 
 
 def test_sparse_gradients_of_several_ranks_are_refused() -> None:

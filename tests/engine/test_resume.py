@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from datetime import timedelta
 
 import pytest
@@ -9,8 +10,14 @@ import torch
 from torch import Tensor
 
 from lightning_gnnpipe.comm import Meter, Transport, World
-from lightning_gnnpipe.engine.known_graphs import Histories, PlannedGraph
-from lightning_gnnpipe.engine.resume import RunState, load_ranks, save_rank
+from lightning_gnnpipe.engine.known_graphs import Histories, KnownInputs, PlannedGraph
+from lightning_gnnpipe.engine.resume import (
+    InputState,
+    RunState,
+    SavedHistories,
+    load_ranks,
+    save_rank,
+)
 from lightning_gnnpipe.errors import CheckpointError
 from lightning_gnnpipe.graph import plan_from_assignment
 from lightning_gnnpipe.passing import CallKey
@@ -87,7 +94,19 @@ def test_a_history_is_kept_as_this_run_keeps_it() -> None:
 
 @pytest.mark.parametrize("change", [{"version": 99}, {"version": None}, {"seed": ...}])
 def test_a_state_in_another_format_is_refused(change: dict[str, object]) -> None:
-    state = RunState(1, 2, 3, (4, 5), 1, (), ("norm",), 0, 8).as_dict() | change
+    state = asdict(RunState(1, 2, 3, (4, 5), 1, (), ("norm",), 0, 8)) | change
     state = {key: value for key, value in state.items() if value is not ...}
     with pytest.raises(CheckpointError, match="the state of a pipeline in format 20"):
         RunState.of(state)
+
+
+def test_a_refresh_is_of_inputs_that_no_step_of_a_resumed_run_has_taken() -> None:
+    known = KnownInputs(is_quiet=True)
+    for number, is_renewed in enumerate([False, True]):
+        state = InputState(number, (), 0, is_renewed, is_refresh_due=False)
+        known.saved[number] = SavedHistories(state, ())
+    known.ask_refresh()
+    assert [one.state.is_refresh_due for one in known.saved.values()] == [True, False]
+    known.end_step(planned([0] * 6), 0, ())  # of another input: weights have changed
+    known.ask_refresh()
+    assert [one.state.is_refresh_due for one in known.saved.values()] == [True, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torch_geometric.data import Data
 
-from lightning_gnnpipe import BoundedStaleness, EmbeddingRefresh, FullGraphDataModule
+from lightning_gnnpipe import BoundedStaleness, EmbeddingRefresh
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.layers import check_support
 from tests.helpers.cases import slow
@@ -39,6 +41,11 @@ def graph() -> Data:
         edge_index=torch.tensor([*pairs, *((b, a) for a, b in pairs)]).t().contiguous(),
         y=torch.randint(0, D, (2 * HALF,), generator=generator),
     )
+
+
+def snapshots(number: int) -> list[Data]:
+    """Return graphs with the same edges, and other features each."""
+    return [graph().update({"x": graph().x * factor}) for factor in range(1, number + 1)]
 
 
 class Net(nn.Module):
@@ -72,26 +79,27 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=LR)
 
 
-def oracle(synchronous: list[bool]) -> Tensor:
+def oracle(synchronous: list[bool], num_inputs: int = 1) -> Tensor:
     """Return the weights after all epochs; some use what the other half had an epoch ago.
 
     That is its rows, and the gradients of its sums; matrices are dense.
     """
     data, net = graph(), Net()
+    inputs = [one.x for one in snapshots(num_inputs)]
     dense = torch.zeros(2 * HALF, 2 * HALF, dtype=torch.float64)
     dense[data.edge_index[1], data.edge_index[0]] = 1.0
     same = (torch.arange(2 * HALF)[:, None] < HALF) == (torch.arange(2 * HALF)[None] < HALF)
     near, far = dense * same, dense * ~same
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
-    last: list[tuple[Tensor, Tensor]] = []
-    for is_synchronous in synchronous:
-        x, received, present = data.x, torch.zeros(()), []
+    last: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by input
+    for is_synchronous, number in product(synchronous, range(num_inputs)):
+        x, received, present = inputs[number], torch.zeros(()), []
         for layer, lin in enumerate(net.lins):
             rows = lin(x)
             if is_synchronous:
                 sums = dense @ rows
             else:
-                old_rows, old_grad = last[layer]
+                old_rows, old_grad = last[number][layer]
                 sums = near @ rows + far @ old_rows
                 received = received + (rows * (far.t() @ old_grad)).sum()
             sums.retain_grad()
@@ -100,7 +108,7 @@ def oracle(synchronous: list[bool]) -> Tensor:
         optimizer.zero_grad()
         (F.cross_entropy(x, data.y) + received).backward()
         optimizer.step()
-        last = [(rows.detach(), sums.grad) for rows, sums in present]
+        last[number] = [(rows.detach(), sums.grad) for rows, sums in present]
     return torch.cat([p.detach().flatten() for p in net.parameters()])
 
 
@@ -110,6 +118,7 @@ def fit(
     net: nn.Module | None = None,
     num_stages: int = 1,
     validates: bool = False,
+    num_inputs: int = 1,
     **piped: Any,
 ) -> tuple[Tensor, dict[str, int]]:
     """Return the weights, and the bytes of the last step by kind."""
@@ -121,7 +130,8 @@ def fit(
         callbacks=[*callbacks, StatsRecorder(tmp_path)],
         limit_val_batches=1 if validates else 0,
     )
-    trainer.fit(module, datamodule=FullGraphDataModule(graph()))
+    loader = DataLoader(snapshots(num_inputs), batch_size=None)
+    trainer.fit(module, loader, loader if validates else None)
     weights = torch.cat([p.detach().flatten() for p in module.parameters()])
     return weights, torch.load(tmp_path / "bytes.pt")[-1]
 
@@ -133,6 +143,8 @@ def test_p2_asynchronous_shards_equal_the_oracle(every: int, tmp_path: Path) -> 
     synchronous = [e == 0 or bool(every and (e + 1) % every == 0) for e in range(EPOCHS)]
     found, _ = fit(tmp_path, *callbacks, async_halo=True)
     torch.testing.assert_close(found, oracle(synchronous), rtol=1e-10, atol=1e-10)
+    two, _ = fit(tmp_path, *callbacks, num_inputs=2, async_halo=True)  # each with its own last rows
+    torch.testing.assert_close(two, oracle(synchronous, 2), rtol=1e-10, atol=1e-10)
     if not every:  # and validation between the steps changes nothing
         validated, _ = fit(tmp_path, validates=True, async_halo=True)
         assert torch.equal(validated, found)

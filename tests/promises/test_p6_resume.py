@@ -135,7 +135,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "constant_recompute": {"staleness": "constant", "recompute": True},
     "dropped": {"cross_chunk_edges": "drop"},
     "shards": {"graph_parallel": 2},
-    "inputs": {"num_inputs": 2, "callbacks": [EmbeddingRefresh(3)]},
+    "inputs": {"num_inputs": 2, "callbacks": [EmbeddingRefresh(2)]},
     "inputs_shards": {"num_inputs": 2, "graph_parallel": 2},
 }
 

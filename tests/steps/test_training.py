@@ -78,7 +78,7 @@ class Steps:
 
     def begin(self, number: int) -> None:
         self.engine.set_step(step_index=number)
-        self.engine.abandon()
+        self.engine.state.abandon()
 
     def run(self) -> list[Tensor]:
         """Return the gradients of a pass."""
