@@ -74,13 +74,13 @@ class GNNPipeStrategy(PipelineHooks):
         cross_chunk_edges: "keep" is the method of the paper. "drop" trains without the edges
             between chunks, in warm-up epochs as well: nothing is stale, and only norms over all
             nodes keep histories. Validation, test and predict use all edges.
-        staleness: How to handle embeddings of neighbours that have not run in this step. "drift":
-            read the last ones as constants, moved by the mean change of the embeddings that have
-            run. In layers with attention or other messages that are not a weighted sum, and in
-            all layers if more than 70 % of the edges lie between chunks, gradients of fresh
-            embeddings of other chunks count twice, because stale ones get none. "constant": read
-            the last ones, as constants. "gnnpipe": the paper's recipe, a snapshot renewed every
-            23 steps, with gradients of fresh embeddings of other chunks twice.
+        staleness: What to read of neighbours in other chunks that have not run in this step.
+            "drift": their last embeddings, moved by the mean change of the embeddings that have
+            run. These stale embeddings get no gradient. To make up for it, fresh embeddings of
+            other chunks get theirs twice: in layers whose messages are no weighted sum, such as
+            attention, and in all layers if more than 70 % of the edges lie between chunks.
+            "constant": the last embeddings, and all gradients once. "gnnpipe", as in the paper:
+            embeddings of a snapshot that is renewed every 23 steps, and such gradients twice.
         pipelined_module: Name of the submodule to pipeline, or of a method such as "net.encode".
             None: the smallest submodule that holds all message passing.
         balance: Assigns layers to stages: "measured" (by a few timed passes), "uniform", or the

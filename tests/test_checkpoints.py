@@ -318,6 +318,7 @@ BY_EPOCH = {"monitor": "epoch", "save_top_k": 9, "filename": "{epoch}"}  # the f
         (signal.SIGINT, "last.ckpt", {"dirpath": ".", "save_last": True}),
         (signal.SIGINT, "epoch=1.ckpt", {"dirpath": ".", **BY_EPOCH}),
         (signal.SIGINT, "", {"dirpath": ".", "save_weights_only": True}),
+        (signal.SIGINT, "on_exception.ckpt", {"dirpath": ".", "every_n_epochs": 5}),
         (signal.SIGTERM, "last-sigterm.ckpt", {"dirpath": ".", "every_n_epochs": 5}),
     ],
 )
@@ -330,14 +331,15 @@ def test_a_stopped_run_says_where_to_go_on(
 
     said = list[str]()
     monkeypatch.setattr(signals, "rank_zero_info", said.append)
-    callbacks = ModelCheckpoint(**options), LambdaCallback(on_train_batch_start=stop)
+    callbacks = [ModelCheckpoint(**options), LambdaCallback(on_train_batch_start=stop)]
+    if name == "on_exception.ckpt":
+        callbacks.append(OnExceptionCheckpoint(tmp_path))
     trainer = make_trainer(*callbacks, num_stages=1, epochs=9)
     with pytest.raises(SystemExit):
         trainer.fit(make_module(), datamodule=make_data())
-    found = str(tmp_path / name)
-    assert said == (
-        [f'Stopped. trainer.fit(ckpt_path="{found}") goes on from there.'] if name else []
-    )
+    found, step = str(tmp_path / name), 2 + (number == signal.SIGTERM)
+    text = f'Stopped after step {step}. trainer.fit(ckpt_path="{found}") goes on from step {step}.'
+    assert said == ([text] if name else [])
     if name:
         make_trainer(num_stages=1).fit(make_module(), datamodule=make_data(), ckpt_path=found)
 

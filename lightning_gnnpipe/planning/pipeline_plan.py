@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_gnnpipe.chunks import LayerCost
+from lightning_gnnpipe.chunks import LayerCost, uses_glibc_malloc
 from lightning_gnnpipe.planning.closed_forms import Link
 from lightning_gnnpipe.report import (
     CLOSE,
@@ -242,10 +242,13 @@ class PipelinePlan:
                 mark = "* " if taken == self._all_cores else "  "
                 shown = f"{self.by_all_cores:.3f}"
                 rows.append((mark + "the same, a thread a core", shown, "0", "0.0%", memory))
+        is_slow = uses_glibc_malloc() and self.by_pyg > 0
+        malloc = ", and may take half as long with tcmalloc" if is_slow else ""
         return [
             f"A training step without loss, optimizer and validation, with links of {self.link}. "
             "*: what to take; [ ]: the plan above. MiB: of tensors; on CPUs, without memory_gib, "
-            "malloc may keep half as much again. On CPUs a plain Trainer has a thread a core.",
+            "malloc may keep half as much again. On CPUs a plain Trainer has a thread a core"
+            f"{malloc}.",
             *align(rows, left=0),
         ]
 

@@ -451,7 +451,7 @@ def _expect(
     text = f"Expected for a step: {', '.join(shown)}. {TIMED_ALONE}"
     one_s = min(times[1, 1, 1], alone_s or math.inf)
     if num_stages > 1 and times[own] <= CLOSE * best_s and one_s < CLOSE * times[own]:
-        text += " So one device may be as fast."
+        text += f" One device may be as fast: {write_layout(1, 1, 1)}."
     return text
 
 

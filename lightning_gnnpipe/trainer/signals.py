@@ -18,7 +18,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
@@ -119,11 +119,20 @@ class StopSignals:
 
     def tell_newest(self) -> None:
         """Say from which checkpoint a run that is stopped goes on."""
+        trainer = self._trainer
+        if trainer is None or not trainer.is_global_zero:
+            return
         savers = [one for one in self._savers() if not one.save_weights_only]
-        saver = max(savers, key=_compat.last_saved_step, default=None)
-        found = self._newest or (saver and _compat.last_saved_path(saver))
-        if found and self._trainer is not None and self._trainer.is_global_zero:
-            rank_zero_info(f'Stopped. trainer.fit(ckpt_path="{found}") goes on from there.')
+        found = [(_compat.last_saved_step(one), _compat.last_saved_path(one)) for one in savers]
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        last = (one.ckpt_path for one in callbacks if isinstance(one, OnExceptionCheckpoint))
+        found += [(trainer.global_step, path) for path in (self._newest, *last) if path]
+        step, path = max(found, default=(0, ""))
+        if path:
+            rank_zero_info(
+                f"Stopped after step {trainer.global_step}. "
+                f'trainer.fit(ckpt_path="{path}") goes on from step {step}.'
+            )
 
     def _savers(self) -> list[ModelCheckpoint]:
         """Return the callbacks that save in fit."""
