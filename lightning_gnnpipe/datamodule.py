@@ -220,7 +220,7 @@ def _check_values(graph: Data) -> None:
             is_number = value.is_floating_point() or value.dtype is torch.bool
             is_kind = name in ("x", "y", "edge_attr", "node_type", "edge_type")
             names_nodes = "index" in name or not (is_number or (is_kind and has_rows))
-            names_nodes |= name != "x" and graph.num_nodes in value.shape[1:]  # a row a pair
+            names_nodes |= name != "x" and graph.num_nodes in value.shape[1:]  # of pairs
             is_kept = name.isidentifier() and name != "n_id" and not names_nodes
         else:
             is_kept = isinstance(value, bool | int | float | str)

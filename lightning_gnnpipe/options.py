@@ -395,11 +395,18 @@ class RunOptions:
 
     @property
     def graph_chunks(self) -> int:
-        """K of a large graph or batch; 1 on one stage, unless options ask for chunks."""
+        """K of a large graph; 1 on one stage, unless options ask for chunks."""
         given = self.given
         need = [one for one in given.of_chunks if one != "cuda_graphs"]
         is_asked = not given.has_free_chunks or bool(need) or given.recompute
         is_whole = self.num_stages == 1 and not is_asked and self.chosen is None
+        return 1 if is_whole else self.num_chunks
+
+    @property
+    def most_parts(self) -> int:
+        """The most micro-batches of a batch; 1 on one stage, unless options ask for several."""
+        given = self.given
+        is_whole = self.num_stages == 1 and given.num_chunks == "auto" and not given.recompute
         return 1 if is_whole else self.num_chunks
 
     def measures(self, num_layers: int) -> bool:

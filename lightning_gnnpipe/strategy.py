@@ -115,17 +115,19 @@ class GNNPipeStrategy(PipelineHooks):
             with the run. It takes 1.1 to 1.5 times the time. None: in memory. Not with
             `graph_parallel`.
         cuda_graphs: Replay a chunk's forward, and its backward, by one launch each (CUDA graphs):
-            for many chunks of small layers. Not tested on a GPU yet. Steps that a StalenessMonitor
+            for many chunks of small layers. Not tested on a GPU yet. Not with `recompute`, shards,
+            `history_device` or `table_folder`. Steps that a StalenessMonitor
             records run without.
         exact_in_chunks: False: exact passes (evaluation, first and warm-up steps) run on the whole
             graph at once. True: they run layer by layer over the chunks, in less memory and 1.3 to
             4 times the time: the same numbers, but for which values dropout drops. On one stage all
             training steps are exact then. Graphs that the chunks do not fit are evaluated at once.
+            Not with shards, nor with `cross_chunk_edges="drop"`.
         memory_gib: GiB that a process may take, beside Python and its libraries. Fit predicts its
             peak and, until it fits, chooses num_chunks, recompute, history_dtype="bfloat16" and
             exact_in_chunks, unless they are given; it refuses what would not fit. None (default):
-            no limit. On CPUs freed memory then goes back at once, for up to twice the time. Refused
-            for batches of graphs and for shards, which `plan(memory_gib=...)` compares with it.
+            no limit. On CPUs freed memory then goes back at once, for up to twice the time. Without
+            effect on batches of graphs; refused for shards, which `plan(memory_gib=...)` compares.
         self_check: Compare the module in chunks with the whole module on a small graph before
             training, forward and backward, and refuse it where they differ.
         timeout: Longest wait for another rank before the run ends, a `timedelta`.

@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer import call
 
 from lightning_gnnpipe.errors import CheckpointError
-from lightning_gnnpipe.trainer import checkpoints, signals
+from lightning_gnnpipe.trainer import checkpoints
 from lightning_gnnpipe.trainer.checkpoints import AtomicCheckpointIO
 from tests.helpers.cases import covering, slow
 from tests.helpers.observed import make_data, make_module
@@ -330,7 +330,7 @@ def test_a_stopped_run_says_where_to_go_on(
             os.kill(os.getpid(), number)
 
     said = list[str]()
-    monkeypatch.setattr(signals, "rank_zero_info", said.append)
+    monkeypatch.setattr(checkpoints, "rank_zero_info", said.append)
     callbacks = [ModelCheckpoint(**options), LambdaCallback(on_train_batch_start=stop)]
     if name == "on_exception.ckpt":
         callbacks.append(OnExceptionCheckpoint(tmp_path))

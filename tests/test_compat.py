@@ -44,8 +44,8 @@ OWNERS = {
     f"{LIGHTNING}:LightningModule.": "_current_fx_name _trainer",
     f"{LIGHTNING}:Trainer.": "_accelerator_connector _active_loop fit_loop._skip_backward "
     "fit_loop._can_stop_early fit_loop.epoch_loop._should_check_val_fx predict_loop._data_fetcher",
-    f"{LIGHTNING}.callbacks:": "ModelCheckpoint._last_checkpoint_saved "
-    "ModelCheckpoint._last_global_step_saved StochasticWeightAveraging._average_model",
+    f"{LIGHTNING}.callbacks:": "ModelCheckpoint._last_global_step_saved "
+    "StochasticWeightAveraging._average_model",
     f"{LIGHTNING}.strategies:ParallelStrategy.": "_checkpoint_io _configure_launcher _launcher "
     "_layer_sync",
     "torch:Tensor.": "_backward_hooks _post_accumulate_grad_hooks _version",

@@ -572,7 +572,7 @@ def test_weights_of_nodes_are_said_to_be_in_the_folders_order(
     module.net = Embedded().double()
     quiet_trainer(1, {}, max_epochs=2).fit(module, datamodule=FullGraphDataModule(folder))
     found = [one.message for one in caplog.records if "order of the folder" in one.message]
-    assert len(found) == 1 and found[0].startswith("Rows of emb.weight belong to nodes")
+    assert len(found) == 1 and found[0].startswith("Rows of emb.weight are in")
 
 
 def test_a_folder_that_another_process_removed_is_locked_anew(

@@ -64,6 +64,19 @@ def test_replicas_that_run_out_of_batches_end_all(num_batches: tuple[int, int]) 
         make_trainer(4, timeout=timedelta(seconds=20)).fit(Uneven(num_batches))
 
 
+class OwnGraphs(Uneven):
+    """Each replica has drawn graphs of its own, which Lightning's sampler splits once more."""
+
+    def train_dataloader(self) -> DataLoader:
+        replica = self.trainer.strategy.distributed_sampler_kwargs["rank"]
+        return DataLoader(draw_batch(SIZES).to_data_list()[: 2 * self.num_batches[replica]])
+
+
+def test_data_sets_of_different_lengths_are_refused_under_lightnings_sampler() -> None:
+    with pytest.raises(Exception, match="Expected the same number of batches on all ranks"):
+        make_trainer(2, timeout=timedelta(seconds=20)).fit(OwnGraphs((1, 2)))
+
+
 @pytest.mark.parametrize(
     ("lengths", "found"),
     [

@@ -36,7 +36,7 @@ from lightning_gnnpipe.graph import (
 )
 from lightning_gnnpipe.layers import NativeContext, find_layers, intercept
 from lightning_gnnpipe.passing import GraphEdges, MessageContext
-from lightning_gnnpipe.stages import Layers, Segment, part_of, undisturbed
+from lightning_gnnpipe.stages import Layers, Segment, needs_grad, part_of, place_of, undisturbed
 from lightning_gnnpipe.staleness import (
     NEVER,
     GradientBuffer,
@@ -222,7 +222,7 @@ class _Runs:
         self._known = set(values)  # names of what is given, or saved before
         self._forms = list(map(_form_of, segments))
         self._first_s = dict[Hashable, float]()  # by form
-        self._seen, self._last = Counter[Hashable](), dict[Hashable, _Timed]()  # by form and shapes
+        self._seen, self._last = Counter[Hashable](), dict[Hashable, Any]()  # by form and shapes
         self._running = dict[Hashable, tuple[int, int]]()  # bytes, likewise; without gradients
         self._keys = list[tuple[Hashable, tuple[Any, Any]]]()
         self._times, self._held = list[NDArray[np.float64]](), list[dict[str, Any]]()
@@ -234,15 +234,26 @@ class _Runs:
         self._keys.append(key)
         self._seen[key] += 1
         if self._seen[key] > _ENOUGH:
-            self._last[key].stand_for(segment, self._values, self._known)
-            self._times.append(self._last[key].cost * (np.nan, np.nan, 1.0))
-            self._held.append(self._last[key].held)
-            return
-        self._times.append(self._time(segment, form, key))
-        self._held.append(drop())
+            cost, held = self._stand_for(segment, key)
+        else:
+            cost, held = self._time(segment, form, key), drop()
         if self._seen[key] == _ENOUGH:
-            last = segment, self._values, self._known, self._times[-1], self._held[-1]
-            self._last[key] = _Timed(*last)
+            names = (*segment.inputs, *segment.outputs)
+            outputs = [self._values[name] for name in segment.outputs]
+            self._last[key] = outputs, [name in self._known for name in names], cost, held
+        self._times.append(cost)
+        self._held.append(held)
+
+    def _stand_for(self, segment: Segment, key: Hashable) -> tuple[Any, dict[str, Any]]:
+        """Give `segment` the outputs of the last equal layer; return what that took."""
+        outputs, are_known, cost, held = self._last[key]
+        for name, one in zip(segment.outputs, outputs, strict=True):
+            self._values[name] = one.detach().clone() if isinstance(one, Tensor) else one
+            if needs_grad(one):
+                self._values[name].requires_grad_()
+        names = zip((*segment.inputs, *segment.outputs), are_known, strict=True)
+        self._known |= {name for name, is_known in names if is_known}
+        return cost * (np.nan, np.nan, 1.0), held
 
     def _time(self, segment: Segment, form: Hashable, key: Hashable) -> NDArray[np.float64]:
         """Return the least seconds of some runs, and bytes: see `_run`."""
@@ -262,14 +273,14 @@ class _Runs:
             with LiveBytes() as live:
                 counted = run()
             outputs = [one for n in segment.outputs if isinstance(one := values[n], Tensor)]
-            kept = sum(one.nbytes for one in outputs if _address(one) in saved)
+            kept = sum(one.nbytes for one in outputs if place_of(one) in saved)
             made = sum(one.nbytes for one in outputs)
             # Of outputs only those that are saved count while gradients are computed.
             self._running[key] = live.most - live.now + kept, ahead.most - ahead.now + made
             if counted[:2].sum() > _COUNTING_S:
                 runs.append(counted)
         runs += [run() for _ in range(min(num_runs, _MOST_RUNS) - len(runs))]
-        self._known |= {name for name, one in values.items() if _address(one) in saved}
+        self._known |= {name for name, one in values.items() if place_of(one) in saved}
         return np.min(runs, axis=0)  # load from other processes only adds time
 
     def costs(self, scale: float) -> list[LayerCost]:
@@ -286,32 +297,6 @@ class _Runs:
             LayerCost(ahead, back, round(size), **more, **dict(zip(names, most, strict=True)))
             for (ahead, back, size), more, most in rows
         ]
-
-
-class _Timed:
-    """A layer that ran, and stands for later layers of its form."""
-
-    def __init__(
-        self,
-        segment: Segment,
-        values: Mapping[str, Any],
-        known: Collection[str],
-        cost: NDArray[np.float64],
-        held: dict[str, Any],
-    ) -> None:
-        self._outputs = [values[name] for name in segment.outputs]
-        self._is_known = [name in known for name in (*segment.inputs, *segment.outputs)]
-        self.cost, self.held = cost, held
-
-    def stand_for(self, segment: Segment, values: dict[str, Any], known: set[str]) -> None:
-        """Give `segment` the outputs of this layer, and what this layer has saved."""
-        for name, one in zip(segment.outputs, self._outputs, strict=True):
-            needs_grad = _needs_grad(one)
-            values[name] = one.detach().clone() if isinstance(one, Tensor) else one
-            if needs_grad:
-                values[name].requires_grad_()
-        names = zip((*segment.inputs, *segment.outputs), self._is_known, strict=True)
-        known |= {name for name, is_known in names if is_known}
 
 
 class _OwnMoments(MomentStore):
@@ -424,38 +409,29 @@ def _run(
     store = context.store if isinstance(context, MessageContext) else None
     clock = store.clock if isinstance(store, _Zeros) else now
     local = {name: values[name] for name in segment.inputs}
-    wanted = [one for one in (*segment.module.parameters(), *local.values()) if _needs_grad(one)]
+    wanted = [one for one in (*segment.module.parameters(), *local.values()) if needs_grad(one)]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         start = clock()
         run_segments((segment,), local, chunk, context)
         if store is not None:
             store.moments.after_forward()
         middle = clock()
-    roots = [local[name] for name in segment.outputs if _needs_grad(local[name])]
+    roots = [local[name] for name in segment.outputs if needs_grad(local[name])]
     if roots and wanted:
         grads = [torch.ones_like(root) for root in roots]
         torch.autograd.grad(roots, wanted, grads, allow_unused=True)
     end = clock()
     for one in given:
-        saved.pop(_address(one), None)
+        saved.pop(place_of(one), None)
     for name in segment.outputs:
         values[name] = local[name].detach().requires_grad_(local[name].requires_grad)
     return np.array((middle - start, end - middle, sum(saved.values())))
-
-
-def _address(one: Any) -> int:
-    is_dense = isinstance(one, Tensor) and one.layout is torch.strided
-    return one.untyped_storage().data_ptr() if is_dense else 0
 
 
 def _shape_of(one: Any) -> Hashable:
     if isinstance(one, Tensor):
         return one.shape, one.dtype, one.requires_grad
     return type(one).__name__
-
-
-def _needs_grad(one: Any) -> bool:
-    return isinstance(one, Tensor) and one.requires_grad
 
 
 def now() -> float:

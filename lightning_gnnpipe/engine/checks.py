@@ -204,7 +204,7 @@ class EngineChecks:
     ) -> None:
         """Raise `UnsupportedError` if micro-batches would change the results of the module."""
         module, options = self._model.module, self._options
-        in_parts = options.graph_chunks > 1
+        in_parts = options.most_parts > 1
         if in_parts:
             check_norms(module, norms_without_batch(layers))
             norms = self._model.intercepted.batch_norms

@@ -258,7 +258,7 @@ class Passes:
     def _plan_batch(self, inputs: Inputs) -> BatchPlan:
         """Return `num_chunks` micro-batches, or one per graph with nodes if there are fewer."""
         assert inputs.graphs is not None
-        num_chunks = self._options.graph_chunks
+        num_chunks = self._options.most_parts
         norms = self._model.intercepted.batch_norms.values()
         least = 2 if any(map(uses_batch_statistics, norms)) else 1  # rows of graphs, for their mean
         plan = plan_micro_batches(inputs.graphs.work(), inputs.graphs.sizes, num_chunks, least)

@@ -61,7 +61,7 @@ class RunState:
 
     @staticmethod
     def of(saved: Mapping[str, Any]) -> RunState:
-        """Return the state from `as_dict`; raise CheckpointError if its format differs."""
+        """Return the state from `asdict`; raise CheckpointError if its format differs."""
         names = {field.name for field in fields(RunState)}
         if saved.get("version") != _VERSION or not names <= saved.keys():
             raise CheckpointError(

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_gnnpipe.codecs import MessageOptions, get_codecs
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
-from lightning_gnnpipe.staleness import HistoryStore, MomentStore, mean_and_var, sums_by_chunk
+from lightning_gnnpipe.staleness import HistoryStore, MomentStore
 from lightning_gnnpipe.types import TrafficKind
 
 _Slot = tuple[TrafficKind, Hashable, int]  # message kind, call, chunk
@@ -38,7 +38,7 @@ class SharedStore(HistoryStore):
         self, plan: ChunkPlan, transport: Transport, *more: Any, keeps_rows: bool = True
     ) -> None:
         super().__init__(plan.num_rows, plan.num_chunks, *more)
-        self.moments = SharedMoments(plan.num_chunks, partial(_sum, transport), keeps=keeps_rows)
+        self.moments = MomentStore(plan.num_chunks, partial(_sum, transport), keeps=keeps_rows)
         self._plan, self._transport, self._keeps_rows = plan, transport, keeps_rows
         self._table: tuple[Hashable, Tensor] | None = None
         self._messages, self._codecs, self._is_async = MessageOptions(), get_codecs("fp32"), False
@@ -213,29 +213,3 @@ def _number(chunk: Chunk) -> int:
 def _like(mask: Tensor, rows: Tensor) -> Tensor:
     """Reshape `mask`, `[num_rows]`, to broadcast over `rows`, `[num_rows, *]`."""
     return mask.view(-1, *(1 for _ in rows.shape[1:]))
-
-
-class SharedMoments(MomentStore):
-    """Statistics of norms over all ranks of the stage."""
-
-    def __init__(
-        self, num_chunks: int, sum_over_shards: Callable[[Tensor], Tensor], *, keeps: bool
-    ) -> None:
-        super().__init__(num_chunks, sum_over_shards)
-        self._sum, self._keeps = sum_over_shards, keeps
-
-    def keep(
-        self, key: Hashable, rows: Tensor, counts: Sequence[int] | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute and keep statistics over the rows of all ranks; see `MomentStore`."""
-        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        first = rows.sum(0)
-        num_nodes = -1 if counts is None else sum(counts)
-        share = self._sum(torch.cat([first, first.new_tensor([rows.size(0), num_nodes])]))
-        counts = counts if share[-2] == share[-1] else None  # all ranks decide alike
-        center = share[:-2] / share[-2].clamp(min=1)
-        sums = self._sum(sums_by_chunk(rows, counts, center))
-        total = sums.sum(0)
-        if self._keeps:
-            self.put(key, None if counts is None else sums, total, center)
-        return *mean_and_var(total, center), total[0]

@@ -196,11 +196,12 @@ def _lock(folder: Path) -> int | None:
     folder.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):
         handle = os.open(folder, os.O_RDONLY)
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        with suppress(FileNotFoundError):
+        with ExitStack() as after:
+            after.callback(os.close, handle)
+            fcntl.flock(handle, fcntl.LOCK_EX)
             if os.path.samestat(os.fstat(handle), os.stat(folder)):
+                after.pop_all()
                 return handle
-        os.close(handle)
     return None
 
 

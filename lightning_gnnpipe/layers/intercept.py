@@ -168,6 +168,12 @@ def _direct(name: str, conv: MessagePassing, context: MessageContext) -> Callabl
         if context.is_plain or not (at.is_reverse or is_upstream):
             with context.along(given):
                 return original(*args, **kwargs)
+        if hasattr(conv, "__norm__"):  # PyG's Laplacian has the degrees of sources in both flows
+            raise UnsupportedError(
+                f"Layer '{name}' has a Laplacian and flow='target_to_source'.\nIts degrees would "
+                "be of the turned edges.\nPass edge_index.flip(0) as an argument, to a "
+                "layer without flow=."
+            )
         downstream = replace_attributes(conv, {"flow": "source_to_target"})
         with context.directed(at.edge_set, at.is_reverse != is_upstream) as edges, downstream:
             return call(given, edges)

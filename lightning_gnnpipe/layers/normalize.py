@@ -111,7 +111,7 @@ def _local_norm(
     entries = context.entries_of(edge_index) if context.chooses_edges else None
     if entries is not None:
         return _local_matrix_norm(context, entries, improved, add_self_loops, flow, dtype)
-    num_nodes = context.at.chunk.num_nodes
+    is_counted, num_nodes = num_nodes is None, context.at.chunk.num_nodes
     options = (improved, add_self_loops, flow, dtype)
     is_made = edge_index is not context.at.chunk.edge_index and is_matrix(edge_index)
     if flow != "source_to_target" or is_made:  # called by the model, or with edges that it changed
@@ -125,9 +125,10 @@ def _local_norm(
         return gcn_norm(edge_index, edge_weight, num_nodes, *options)
 
     def normalise(edges: Tensor, weight: Tensor | None) -> Any:
-        return gcn_norm(edges, weight, context.at.whole.num_nodes, *options)
+        found = gcn_norm(edges, weight, context.at.whole.num_nodes, *options)
+        return _counted(context.at.all_numbered, *found) if is_counted and add_self_loops else found
 
-    key = ("gcn_norm", *options)
+    key = ("gcn_norm", is_counted, *options)
     known = _of_the_batch(context, key, edge_index, edge_weight, normalise)
     if known is not None:
         return known
@@ -135,6 +136,8 @@ def _local_norm(
         # Without weights PyG gives self-loops weight 1, even if `improved`.
         loop = 2.0 if improved and edge_weight is not None else 1.0
         edge_index, edge_weight = add_remaining_self_loops(edge_index, edge_weight, loop, num_nodes)
+        if is_counted:
+            edge_index, edge_weight = _counted(context.at.are_numbered, edge_index, edge_weight)
     if edge_weight is None:
         edge_weight = torch.ones(edge_index.size(1), dtype=dtype, device=edge_index.device)
     return edge_index, _by_degrees(context, edge_index, edge_weight)
@@ -191,9 +194,11 @@ def _local_laplacian(
     """`get_laplacian` for one chunk: local edges with self-loops, and weights."""
 
     def compute(edges: Tensor, weight: Tensor | None) -> Any:
-        return get_laplacian(edges, weight, normalization, dtype, context.at.whole.num_nodes)
+        size = context.at.whole.num_nodes
+        found = get_laplacian(edges, weight, normalization, dtype, size)
+        return _counted(context.at.all_numbered, *found) if num_nodes is None else found
 
-    key = ("get_laplacian", normalization, dtype)
+    key = ("get_laplacian", normalization, dtype, num_nodes is None)
     known = _of_the_batch(context, key, edge_index, edge_weight, compute)
     is_all = edge_index is context.at.whole.edge_index  # as `_local_rescaled` passes them
     if known is None and not (is_all or context.sees_all):
@@ -281,8 +286,13 @@ def _local_loops(
             remedy="Pass num_nodes=x.size(0).",
         )
     num_nodes = context.at.chunk.num_nodes
-    edges, attr = original(edge_index, edge_attr, fill_value, num_nodes)
-    # PyG infers the number of nodes from the largest index: nodes beyond it get no loop.
+    return _counted(
+        context.at.are_numbered, *original(edge_index, edge_attr, fill_value, num_nodes)
+    )
+
+
+def _counted(numbered: Tensor, edges: Tensor, values: Tensor | None) -> tuple[Tensor, Any]:
+    """Drop loops, which come last, of nodes that PyG does not count: beyond the largest index."""
     keep = torch.ones(edges.size(1), dtype=torch.bool, device=edges.device)
-    keep[edges.size(1) - num_nodes :] = context.at.are_numbered
-    return edges[:, keep], None if attr is None else attr[keep]
+    keep[edges.size(1) - numbered.numel() :] = numbered
+    return edges[:, keep], None if values is None else values[keep]

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_gnnpipe.errors import UnsupportedError
-from lightning_gnnpipe.graph import Chunk
 from lightning_gnnpipe.passing import CallKey, MessageContext, Replacement
 from lightning_gnnpipe.passing.edges import WHOLE
 from lightning_gnnpipe.staleness import ExactStore, RowMoments, ShardLink, float_of
@@ -330,56 +329,40 @@ def _normalize_exactly(
     norm: Any, rows: Tensor, key: CallKey, store: ExactStore, context: MessageContext
 ) -> Tensor:
     """Normalise a chunk's rows by the statistics of all rows, as the norm itself would."""
-    given = store, key, context.at.chunk, context.is_passing
-    mean, var, count = cast(Any, _OfAllChunks).apply(rows, *given)
+    chunk = context.at.chunk
+    known = store.statistics(key, chunk, rows, are_messages=context.is_passing)
+    mean, var = cast(Any, _OfAllRows).apply(rows, *known, partial(store.sum_grads, key, chunk))
     if store.is_first(key) and not context.is_refresh:
-        update_running(norm, mean, var, count)
+        update_running(norm, *known)
     of_weights = () if type(norm) in _SCALED[:2] else (p.dtype for p in norm.parameters())
     dtype = context.dtypes[key] = reduce(torch.promote_types, of_weights, rows.dtype)
     return _normalize(norm, rows, mean, var).to(dtype)
 
 
-class _OfAllChunks(torch.autograd.Function):
-    """Return mean, variance and number of all rows; backward waits for all chunks as well."""
+class _OfAllRows(torch.autograd.Function):
+    """Return mean and variance of all rows; backward adds up their gradients by `sum_grads`."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, store: ExactStore, key: CallKey, chunk: Chunk, are_messages: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        mean, var, count = store.statistics(key, chunk, rows, are_messages=are_messages)
-        ctx.save_for_backward(rows)
-        ctx.all = store, key, chunk, mean, count
-        ctx.mark_non_differentiable(count)
-        return mean.clone(), var.clone(), count
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, of_mean: Tensor, of_var: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        store, key, chunk, mean, count = ctx.all
-        of_mean, of_var = store.sum_grads(key, chunk, torch.stack([of_mean, of_var]))
-        (rows,) = ctx.saved_tensors
-        grad = (of_mean + 2 * (rows - mean) * of_var) / count
-        return grad.to(rows.dtype), None, None, None, None
-
-
-class _OfAllShards(torch.autograd.Function):
-    """Return mean and variance of the rows of all ranks of a stage; backward sums once."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, shards: ShardLink, mean: Tensor, var: Tensor, count: Tensor
+        ctx: Any,
+        rows: Tensor,
+        mean: Tensor,
+        var: Tensor,
+        count: Tensor,
+        sum_grads: Callable[[Tensor], Tensor],
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(rows)
-        ctx.all = shards, mean, count
-        return mean.to(rows.dtype, copy=True), var.to(rows.dtype, copy=True)
+        ctx.all = mean, count, sum_grads
+        return mean.clone(), var.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_mean: Tensor, of_var: Tensor) -> tuple[Tensor | None, ...]:
-        shards, mean, count = ctx.all
+        mean, count, sum_grads = ctx.all
         (rows,) = ctx.saved_tensors
-        of_mean, of_var = (shards.sum(torch.stack([of_mean, of_var])) / count).to(rows.dtype)
-        return of_mean + 2 * of_var * (rows - mean.to(rows.dtype)), None, None, None, None
+        of_mean, of_var = (sum_grads(torch.stack([of_mean, of_var])) / count).to(mean.dtype)
+        grad = of_mean + 2 * of_var * (rows - mean)
+        return grad.to(rows.dtype), None, None, None, None
 
 
 def _normalize_over_shards(
@@ -396,7 +379,8 @@ def _normalize_over_shards(
         count = shards.sum(own.new_full((1,), own.size(0)))
         mean = shards.sum(own.sum(0)) / count
         known = mean, shards.sum((own - mean).square().sum(0)) / count, count
-    mean, var = cast(Any, _OfAllShards).apply(x, shards, *known)
+    mean, var, count = known
+    mean, var = cast(Any, _OfAllRows).apply(x, mean.to(x.dtype), var.to(x.dtype), count, shards.sum)
     return _normalize(norm, x, mean, var).to(rows.dtype)
 
 

@@ -98,9 +98,17 @@ class LocalEdges:
     @cached_property
     def are_numbered(self) -> Tensor:
         """Whether PyG counts each of the chunk's nodes: up to the largest index of the edges."""
+        return self.plan.perm[self.chunk.start : self.chunk.end] < self._count
+
+    @cached_property
+    def all_numbered(self) -> Tensor:
+        """The same of the nodes of all chunks and shards."""
+        return self.plan.globe.perm < self._count
+
+    @cached_property
+    def _count(self) -> int:
         nodes = self.plan.globe.perm[self.whole.edge_index]
-        count = int(nodes.max()) + 1 if nodes.numel() else 0
-        return self.plan.perm[self.chunk.start : self.chunk.end] < count
+        return int(nodes.max()) + 1 if nodes.numel() else 0
 
 
 class GraphEdges:

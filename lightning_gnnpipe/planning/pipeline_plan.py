@@ -121,7 +121,7 @@ class PipelinePlan:
         by_pyg: Seconds of a step of the layers as PyG computes them in a plain Trainer, with a
             thread a core. 0 if not measured: the graph has more than a million nodes and edges, the
             edges are a sparse matrix or partly dropped, layers keep caches, options bound the
-            memory, or the code runs in a notebook.
+            memory, or the process is a fork.
     """
 
     layout: LayoutForecast
@@ -243,7 +243,7 @@ class PipelinePlan:
                 shown = f"{self.by_all_cores:.3f}"
                 rows.append((mark + "the same, a thread a core", shown, "0", "0.0%", memory))
         is_slow = uses_glibc_malloc() and self.by_pyg > 0
-        malloc = ", and may take half as long with tcmalloc" if is_slow else ""
+        malloc = ", and may take less with tcmalloc" if is_slow else ""
         return [
             f"A training step without loss, optimizer and validation, with links of {self.link}. "
             "*: what to take; [ ]: the plan above. MiB: of tensors; on CPUs, without memory_gib, "

@@ -47,6 +47,7 @@ from lightning_gnnpipe.stages import (
     Layers,
     Segment,
     draw_sample,
+    needs_grad,
     restore_buffers,
     strip_root,
     undisturbed,
@@ -226,7 +227,7 @@ class _Check:
         `may_write`: forward may change buffers.
         """
         module, layers = self._module, self._layers
-        wanted = [*_trained(module), *filter(_needs_grad, call.leaves)]
+        wanted = [*_trained(module), *filter(needs_grad, call.leaves)]
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
         values, context = self._named(call), NativeContext(1)
         with intercept(self._found, context):
@@ -277,8 +278,8 @@ class _Check:
         found, values, context = list[_Plain](), self._named(self._call), NativeContext(1)
         for segment in self._layers.segments:
             given = {name: values[name] for name in segment.inputs}
-            sources = [*_trained(segment.module), *filter(_needs_grad, given.values())]
-            local = {n: one.clone() if _needs_grad(one) else one for n, one in given.items()}
+            sources = [*_trained(segment.module), *filter(needs_grad, given.values())]
+            local = {n: one.clone() if needs_grad(one) else one for n, one in given.items()}
             within = intercept(self._found.within([segment.module]), context)
             with within, kept_buffers([segment]):
                 run_segments([segment], local, None, context)
@@ -291,7 +292,7 @@ class _Check:
 
     def _part(self, given: Mapping[str, Any], piece: Any, inputs: PassInputs) -> dict[str, Any]:
         """Return a piece of each value; of those that need gradients, as autograd sees it."""
-        plain = {n for n, one in given.items() if n in self._leaves and not _needs_grad(one)}
+        plain = {n for n, one in given.items() if n in self._leaves and not needs_grad(one)}
         parts = inputs.slice(piece, plain)
         for name in given.keys() - plain:
             value, dim = self._layers.values[name], self._layers.values[name].nodes_in or 0
@@ -390,10 +391,6 @@ def _in_full(call: Call, module: nn.Module) -> Call:
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if p.requires_grad]
-
-
-def _needs_grad(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def _difference(

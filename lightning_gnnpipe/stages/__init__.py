@@ -23,7 +23,7 @@ from lightning_gnnpipe.stages.find import (
 from lightning_gnnpipe.stages.layers import Layers, cut_layers
 from lightning_gnnpipe.stages.repeat import choose_repeated, tied_bytes
 from lightning_gnnpipe.stages.segments import Segment, leaves_of, part_of
-from lightning_gnnpipe.stages.shapes import line_of_node
+from lightning_gnnpipe.stages.shapes import line_of_node, needs_grad, place_of
 from lightning_gnnpipe.stages.split import (
     Stage,
     check_counts,

@@ -134,6 +134,11 @@ def place_of(value: Any) -> int:
     return value.untyped_storage().data_ptr() if is_dense else 0
 
 
+def needs_grad(value: Any) -> bool:
+    """Whether `value` is a tensor that gets a gradient."""
+    return isinstance(value, Tensor) and value.requires_grad
+
+
 class Shaped(fx.Proxy):
     """A tensor or a size of a trace, of which Python may ask what depends on shapes only."""
 

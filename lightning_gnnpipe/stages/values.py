@@ -51,6 +51,7 @@ LEAF = "leaf"  # mark of a node that returns a leaf as it is, the number of whic
 _TRANSPOSES = {"t", "transpose"}
 _PRODUCTS = {"matmul": (1,), "mm": (1,), "linear": (1, 2), "embedding": (1,), "addmm": (2,)}
 SAMPLE_EDGES = 48
+_NEAR = 2**20  # edges among which neighbours of drawn ones are looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +199,22 @@ def whole_sample(call: Call, inputs: Inputs) -> Sample:
 
 
 def _spaced(edges: Tensor, count: int) -> Tensor:
-    """Return the numbers of about `count` of the edges, evenly spaced."""
+    """Return the numbers of about `count` of the edges, most of them evenly spaced.
+
+    Some edges have a source in common, and some start where an edge ends: on a matching, numbers of
+    neighbours would all be 1.
+    """
     number = min(max(count, 2), edges.size(1))
+    shared = number // 8
+    number -= 3 * shared
     spaced = torch.arange(number, device=edges.device) * (edges.size(1) - 1)
-    return torch.unique(spaced // max(number - 1, 1))
+    found = torch.unique(spaced // max(number - 1, 1))
+    near, more = edges[:, :_NEAR], [found]
+    for source, target in near[:, found[found < _NEAR][:shared]].t().tolist():
+        alike = (near[0] == source).nonzero().flatten()[:2]
+        onward = (near[0] == target).nonzero().flatten()[:1]
+        more += [alike, onward]
+    return torch.unique(torch.cat(more))
 
 
 class _Run(fx.Interpreter):

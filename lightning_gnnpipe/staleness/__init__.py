@@ -13,8 +13,6 @@ from lightning_gnnpipe.staleness.moments import (
     MomentStore,
     RowMoments,
     float_of,
-    mean_and_var,
-    sums_by_chunk,
 )
 from lightning_gnnpipe.staleness.store import (
     NEVER,

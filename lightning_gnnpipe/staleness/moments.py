@@ -308,10 +308,12 @@ class RowMoments:
 
 
 class MomentStore:
-    """Statistics of all norms of one stage, by call."""
+    """Statistics of all norms of one stage, by call; unless it `keeps` them, of one pass."""
 
-    def __init__(self, num_chunks: int, sum_over_shards: _Sum | None = None) -> None:
-        self._num_chunks, self._sum_over_shards = num_chunks, sum_over_shards
+    def __init__(
+        self, num_chunks: int, sum_over_shards: _Sum | None = None, *, keeps: bool = True
+    ) -> None:
+        self._num_chunks, self._sum_over_shards, self._keeps = num_chunks, sum_over_shards, keeps
         self.calls: dict[Hashable, RowMoments] = {}
 
     def of(self, key: Hashable, rows: Tensor) -> RowMoments:
@@ -329,16 +331,24 @@ class MomentStore:
     def keep(
         self, key: Hashable, rows: Tensor, counts: Sequence[int] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keep the statistics of all rows, `[num_rows, channels]`; return mean, variance and count.
+        """Compute statistics of all rows, and keep them; return mean, variance and count.
 
-        `counts` are the nodes of each chunk; ignored if they do not sum to `num_rows`.
+        `rows`: of this rank, `[num_rows, channels]`. `counts`: the nodes of each chunk; ignored if
+        they do not sum to the rows of all ranks.
         """
         rows = rows.to(float_of(rows.dtype))
-        counts = counts if counts is not None and sum(counts) == rows.size(0) else None
-        center = rows.mean(0)
+        over, sizes = self._sum_over_shards, [rows.size(0), sum(counts or (-1,))]
+        total = rows.sum(0)
+        if over is not None:
+            share = over(torch.cat([total, total.new_tensor(sizes)]))
+            total, sizes = share[:-2], share[-2:].tolist()
+        counts = counts if sizes[0] == sizes[1] else None  # all ranks decide alike
+        center = total / max(sizes[0], 1)
         sums = sums_by_chunk(rows, counts, center)
+        sums = sums if over is None else over(sums)
         total = sums.sum(0)
-        self.put(key, None if counts is None else sums, total, center)
+        if self._keeps:
+            self.put(key, None if counts is None else sums, total, center)
         return *mean_and_var(total, center), total[0]
 
     def put(self, key: Hashable, sums: Tensor | None, total: Tensor, center: Tensor) -> None:

@@ -53,8 +53,8 @@ log = logging.getLogger(__name__)
 
 _NUM_MODES, _MANY_CHANGES = 8, 3
 _OF_FOLDER = (
-    "Rows of %s belong to nodes in the order of the folder, not in yours: fill and read them by "
-    "batch.n_id, and load them with this folder alone."
+    "Rows of %s are in the order of the folder, not in yours: of nodes fill and read them by "
+    "batch.n_id. Load them with this folder alone."
 )
 _TRACED_ANEW = (
     "Forward is traced anew each time that %s changes. To trace once, keep numbers that forward "
@@ -155,8 +155,11 @@ class PipelinedModel:
     def attach(self, call: Call) -> Call:
         """Return the call with parameters and buffers with a row a node or edge as leaves."""
         found = call if call.has_graphs else self._held.attach(call)
-        if found.held and self._options.stored is not None:
-            self._fallbacks.tell(_OF_FOLDER, ", ".join(found.held.values()))
+        stored = self._options.stored
+        if found.held and stored is not None:
+            rows = [(name, found.leaves[slot].size(0)) for slot, name in found.held.items()]
+            of_nodes = [name for name, number in rows if number == stored.plan.num_nodes]
+            self._fallbacks.tell(_OF_FOLDER, ", ".join(of_nodes or found.held.values()))
         return found
 
     def mode(self, call: Call, inputs: Inputs, measure: Measure, *, also_train: bool) -> Mode:

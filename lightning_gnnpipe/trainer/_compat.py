@@ -151,11 +151,6 @@ def last_saved_step(callback: ModelCheckpoint) -> int:
     return callback._last_global_step_saved
 
 
-def last_saved_path(callback: ModelCheckpoint) -> str:
-    """Return the path of the last save of `callback` in this process."""
-    return str(callback._last_checkpoint_saved)
-
-
 def read_checkpoint(io: CheckpointIO, path: PathLike, weights_only: bool | None) -> Any:
     """Read by `io`, whose method lacks `weights_only` before Lightning 2.6."""
     parameters = inspect.signature(io.load_checkpoint).parameters.values()

@@ -24,6 +24,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_gnnpipe.engine import RankHistories, RunState, SavedRun
 from lightning_gnnpipe.errors import CheckpointError, Fallbacks
@@ -47,7 +48,21 @@ class Checkpoints:
     ) -> None:
         self._strategy, self._processes, self._host = strategy, processes, host
         self._resumed: ResumedRun | None = None
+        self._newest: tuple[int, str] | None = None  # step and path that a fit may go on from
         self._fallbacks = Fallbacks(log)
+
+    def begin_run(self) -> None:
+        """Forget the checkpoints of the last run."""
+        self._newest = None
+
+    def tell_newest(self) -> None:
+        """Say from which checkpoint a fit that is stopped goes on."""
+        if self._newest is not None:
+            (step, path), trainer = self._newest, self._strategy.user_module.trainer
+            rank_zero_info(
+                f"Stopped after step {trainer.global_step}. "
+                f'trainer.fit(ckpt_path="{path}") goes on from step {step}.'
+            )
 
     def take_resumed(self) -> ResumedRun | None:
         """Return the run that the last loaded checkpoint goes on with, once."""
@@ -134,9 +149,12 @@ class Checkpoints:
                 checkpoint[_KEY] = self._run(state.without_histories(), None)
             if is_first and not processes.has_workers:  # a process that only started ranks
                 write(filepath)
+                self._note(checkpoint, filepath)
             return
-        if not processes.are_set_up:  # they have ended, or this process runs none
-            write(filepath)
+        if not processes.are_set_up:  # ranks were forks, whose optimizers are gone
+            checkpoint.pop("optimizer_states", None)
+            if is_first:
+                write(filepath)
             return
         filepath = processes.broadcast(filepath)
         path, ident = _local_path(filepath), None
@@ -164,6 +182,7 @@ class Checkpoints:
             if path is not None and ident is not None:
                 finish_histories(path, ident)
             write(filepath)
+            self._note(checkpoint, filepath)
 
         processes.everyone.together(lambda: finish() if is_first else None)
         if path is not None and ident is not None:
@@ -176,8 +195,16 @@ class Checkpoints:
     def remove(self, filepath: PathLike) -> None:
         """Delete the histories of checkpoints that are gone from the folder of `filepath`."""
         path = _local_path(filepath)
+        if self._newest is not None and self._newest[1] == str(filepath):
+            self._newest = None
         if self._strategy.local_rank == 0 and path is not None:
             prune_histories(path, None)
+
+    def _note(self, checkpoint: Mapping[str, Any], path: PathLike) -> None:
+        """Record a checkpoint of a fit, with optimizer states."""
+        is_fit = self._strategy.user_module.trainer.state.fn == TrainerFn.FITTING
+        if is_fit and "optimizer_states" in checkpoint:
+            self._newest = checkpoint["global_step"], str(path)
 
     def _run_state(self) -> RunState | None:
         """Return the state of the run that trains, or of the last one, without histories."""
@@ -241,7 +268,7 @@ def _local_path(path: PathLike) -> Path | None:
     """Return `path` as a local path; None if it is remote."""
     text = str(path)
     if "://" not in text:
-        return Path(text).expanduser()
+        return Path(os.path.expanduser(text))  # "~best.ckpt" is a name
     return Path(text.removeprefix("file://")) if text.startswith("file://") else None
 
 

@@ -62,6 +62,7 @@ class PipelineHooks(LightningStrategy):
 
     def setup_environment(self) -> None:
         self._processes.begin()
+        self._checkpoints.begin_run()
         super().setup_environment()
         self._processes.connect()
 
@@ -213,7 +214,7 @@ class PipelineHooks(LightningStrategy):
         if isinstance(exception, SIGTERMException) and self._processes.signals.stops_together:
             self._processes.signals.save()
         if isinstance(exception, SIGTERMException | KeyboardInterrupt):
-            self._processes.signals.tell_newest()
+            self._checkpoints.tell_newest()
         self._processes.fail(exception)
 
     def teardown(self) -> None:

@@ -54,7 +54,8 @@ class Replicas:
             return dataloader
         gather = partial(self._processes.everyone.meet, "compare loaders")
         checked = SameLengthLoader(dataloader, gather)
-        return dataloader if self._is_split_evenly(dataloader) else checked
+        is_even = self._is_split_evenly(dataloader)
+        return dataloader if all(even for [even] in gather([is_even])) else checked
 
     @property
     def _predicts(self) -> bool:

@@ -18,9 +18,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.trainer import _compat
@@ -41,14 +40,12 @@ class StopSignals:
         self.received = 0  # bits of signals, by this rank
         self._agreed = 0  # by any rank, before the last step
         self._trainer: pl.Trainer | None = None
-        self._newest = ""  # the checkpoint that `save` wrote
         self._notes = {bit: partial(self._note, bit) for bit in (STOP, REQUEUE)}
         self._lightnings: dict[int, partial[None]] = {}
 
     def begin_run(self) -> None:
         """Forget the signals of the last run."""
         self.received = self._agreed = 0
-        self._newest = ""
 
     def own(self, trainer: pl.Trainer) -> int:
         """Return the bits of this rank, to send to all."""
@@ -115,24 +112,6 @@ class StopSignals:
             return
         path = str(Path(folder) / _NAME) if "://" not in str(folder) else f"{folder}/{_NAME}"
         trainer.save_checkpoint(path, weights_only=False)
-        self._newest = path
-
-    def tell_newest(self) -> None:
-        """Say from which checkpoint a run that is stopped goes on."""
-        trainer = self._trainer
-        if trainer is None or not trainer.is_global_zero:
-            return
-        savers = [one for one in self._savers() if not one.save_weights_only]
-        found = [(_compat.last_saved_step(one), _compat.last_saved_path(one)) for one in savers]
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        last = (one.ckpt_path for one in callbacks if isinstance(one, OnExceptionCheckpoint))
-        found += [(trainer.global_step, path) for path in (self._newest, *last) if path]
-        step, path = max(found, default=(0, ""))
-        if path:
-            rank_zero_info(
-                f"Stopped after step {trainer.global_step}. "
-                f'trainer.fit(ckpt_path="{path}") goes on from step {step}.'
-            )
 
     def _savers(self) -> list[ModelCheckpoint]:
         """Return the callbacks that save in fit."""

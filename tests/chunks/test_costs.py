@@ -314,6 +314,7 @@ def test_a_layer_that_runs_takes_more_than_it_saves(conv: Any) -> None:
     net.convs = nn.ModuleList(conv(D, D) for _ in range(2))
     _, found = measure(net)
     assert all(one.running_bytes > one.saved_bytes > 0 for one in found.layers)
+    assert all(one.running_bytes > one.evaluated_bytes > 0 for one in found.layers)
     again = measure(net)[1].layers
     assert [one.running_bytes for one in again] == [one.running_bytes for one in found.layers]
 

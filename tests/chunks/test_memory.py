@@ -18,10 +18,10 @@ from torch_geometric.data import Data
 from lightning_gnnpipe import FullGraphDataModule, GNNPipeStrategy
 from lightning_gnnpipe.calls import classify, flatten_call
 from lightning_gnnpipe.chunks import LayerCost, StepCosts, choose_setting, settings_of, timing
-from lightning_gnnpipe.chunks.memory import edge_bytes, predict_peaks
+from lightning_gnnpipe.chunks.memory import _reads, edge_bytes, predict_peaks
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.graph import plan_from_assignment
-from lightning_gnnpipe.models import GNN, NodeClassifier
+from lightning_gnnpipe.models import GCNII, GNN, NodeClassifier
 from lightning_gnnpipe.options import RunOptions, StrategyOptions
 from lightning_gnnpipe.stages import cut_module, split_layers
 from lightning_gnnpipe.staleness import HistoryOptions
@@ -108,6 +108,16 @@ def test_a_peak_has_what_lives_while_a_layer_runs(options: dict[str, Any], num_c
     is_chunk = num_chunks > 1 and "exact_in_chunks" in options
     expected = 40_000 * (1.5 / num_chunks if is_chunk else 1)
     assert peak(50_000) - peak(10_000) == pytest.approx(1.05 * expected, abs=2)
+
+
+def test_a_value_that_later_layers_read_lives_until_the_last() -> None:
+    """GCNII's X_0, and the embeddings between layers: before a layer, numbers of tensors."""
+    net, (x, edges) = GCNII(4, 4, 4, 3), (torch.randn(8, 4), torch.randint(8, (2, 16)))
+    call = flatten_call(net, (x, edges), {})
+    [stage] = split_layers(cut_module(net, call, classify(call)), (3,))
+    kept, ahead = _reads(stage, lambda names: len(list(names)))
+    assert kept == [0, 2 + 1, 3]  # in backward the gradient of X_0 waits
+    assert ahead == [0, 2, 2]
 
 
 def make_inputs() -> tuple[NodeClassifier, FullGraphDataModule]:

@@ -301,6 +301,7 @@ BY_SELF_CHECK: list[ConvCase] = [
     of("SignedConv upstream", D, D, True, flow=UPSTREAM, call=signed, has_two=True),
     # They look at row 1 of the edges for the receivers, whatever their flow is.
     of("ChebConv upstream", D, D, K=2, flow=UPSTREAM, call=weighted),
+    of("ChebConv upstream plain", D, D, K=2, flow=UPSTREAM),
     of("GATConv upstream edge", D, D, edge_dim=3, flow=UPSTREAM, call=attributed),
     # A Laplacian of weights that are learned.
     of("ChebConv learned", D, D, K=2, call=learned),

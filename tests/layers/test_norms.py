@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.layers import check_support
@@ -446,3 +447,30 @@ def test_norms_inside_of_layers_reach_a_fixed_point(make: Callable[[], nn.Module
     steps = Steps(gnn.Sequential("x, edge_index", layers).double())
     for number in range(3):
         assert_same(steps.run(number), steps.expected())
+
+
+class Checkpointed(nn.Module):
+    """Rows through a norm, in an activation checkpoint that no trace sees."""
+
+    def __init__(self, *, is_on: bool) -> None:
+        super().__init__()
+        self.rows = nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Tanh())
+        self.is_on = is_on
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.rows, x, use_reentrant=True) if self.is_on else self.rows(x)
+
+
+def test_a_norm_in_a_checkpoint_runs_once() -> None:
+    """Backward would run it again, on a chunk's own statistics."""
+    found = []
+    for is_on in (False, True):
+        torch.manual_seed(1)
+        parts = [gnn.GINConv(Checkpointed(is_on=is_on)) for _ in range(2)]
+        first = nn.Linear(D, D), "x -> x"  # PyTorch: no input with gradients, no gradients
+        net = gnn.Sequential("x, e", [first, *((one, "x, e -> x") for one in parts)]).double()
+        steps = Steps(net, exact_in_chunks=True)
+        for number in range(2):
+            steps.run(number)
+        found.append([p.grad for p in net.parameters()] + list(net.buffers()))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)

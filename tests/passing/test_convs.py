@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm
 from torch_geometric.nn import MessagePassing
-from torch_geometric.utils import add_self_loops, degree
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import add_self_loops, degree, get_laplacian
 
 from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.errors import UnsupportedError
@@ -93,8 +95,36 @@ class TwoArguments(MessagePassing):
         return torch.tanh(a_j) * b_i + index.new_ones(index.size(0), 1)
 
 
+class Normalised(MessagePassing):
+    """Normalises its edges without the number of nodes, which PyG counts by the largest index."""
+
+    def __init__(self, normalise: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.lin, self.normalise = nn.Linear(D, D), normalise
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        edges, weight = self.normalise(edge_index)
+        return self.propagate(edges, x=self.lin(x), weight=weight)
+
+    def message(self, x_j: Tensor, weight: Tensor) -> Tensor:
+        return weight.view(-1, 1) * x_j
+
+
+class NormalisedByDegrees(Normalised):
+    def __init__(self) -> None:
+        super().__init__(lambda edges: gcn_norm(edges, dtype=torch.float64))
+
+
+class NormalisedByLaplacian(Normalised):
+    def __init__(self) -> None:
+        super().__init__(
+            lambda edges: get_laplacian(edges, normalization="sym", dtype=torch.float64)
+        )
+
+
 OWN = [ConvCase("own tutorial", DegreesAtSources), ConvCase("own update", ConcatUpdate)]
-OWN += [ConvCase("own two", TwoArguments)]
+OWN += [ConvCase("own two", TwoArguments), ConvCase("own norm", NormalisedByDegrees)]
+OWN += [ConvCase("own laplacian", NormalisedByLaplacian)]
 
 
 def random_edges() -> Tensor:

@@ -326,6 +326,31 @@ def test_p4_rows_of_the_chunk_itself_are_passed_on() -> None:
         check(Base(Centers), edges=pairs)
 
 
+class ByOutDegree(MessagePassing):
+    """Divides by the number of edges that begin in the source: a chunk has only some of them."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.lin = nn.Linear(in_channels, out_channels)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=self.lin(x))
+
+    def message(self, x_j: Tensor, edge_index_j: Tensor, size_j: int) -> Tensor:
+        return x_j / degree(edge_index_j, size_j, x_j.dtype)[edge_index_j].view(-1, 1)
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+def test_p4_neighbours_of_sources_are_counted_on_large_graphs(is_sorted: bool) -> None:
+    """Of 4,000 edges 48 that are evenly spaced have as many sources."""
+    generator = torch.Generator().manual_seed(0)
+    edges = torch.randint(400, (2, 4000), generator=generator)
+    edges = edges[:, edges[0].argsort()] if is_sorted else edges
+    check(Base(), edges=edges)
+    with pytest.raises(UnsupportedError, match="begins in or next to layer"):
+        check(Base(ByOutDegree), edges=edges)
+
+
 @pytest.mark.parametrize("self_check", [True, False])
 def test_the_check_can_be_switched_off(self_check: bool) -> None:
     """Then a module that differs is the user's own responsibility."""

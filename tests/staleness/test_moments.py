@@ -18,8 +18,7 @@ def test_statistics_are_of_this_steps_rows(num_shards: int) -> None:
     times = num_shards  # another shard has equal rows
     store = MomentStore(2, None if times == 1 else lambda own: own * times)
     order = StepOrder(2)
-    rows = torch.randn(10 * times, 3, dtype=torch.float64)
-    store.keep("norm", rows, [6 * times, 4 * times])
+    store.keep("norm", torch.randn(10, 3, dtype=torch.float64), [6, 4])
     for counts in ((6, 4), (6, 4), (6, 4), (5, 4), (5, 4), (5, 4), (5, 0), (2, 4)):
         moments: Any = store.calls["norm"]
         store.begin_step(order)
