@@ -40,7 +40,7 @@ from lightning_gnnpipe import (
     StalenessWarmup,
     TimelineCallback,
 )
-from lightning_gnnpipe.chunks import PipelineStats, num_cores
+from lightning_gnnpipe.chunks import PipelineStats, num_cores, uses_glibc_malloc
 from lightning_gnnpipe.graph import partition_nodes
 from lightning_gnnpipe.graph.partition import remote_reads
 from lightning_gnnpipe.models import GCNII, NodeClassifier
@@ -257,6 +257,11 @@ def report(
 
     console = Console()
     console.print(table)
+    if uses_glibc_malloc():
+        console.print(
+            "Linux's malloc slows the plain Trainer most. To compare without it, write "
+            "LD_PRELOAD=libtcmalloc_minimal.so.4 before the command."
+        )
     console.print(f"One training step of the pipeline, drawn from its trace: {pipeline.picture}")
 
 

@@ -58,13 +58,13 @@ class GNNPipeStrategy(PipelineHooks):
             `gnnpipe plan` says which S and G are best for a number of devices.
         data_parallel: Replicas of the pipeline, R, for batches of graphs. They train on different
             batches and average their gradients, as in DDP. There are R x S x G processes.
-        num_chunks: Chunks of the graph, K, at most the number of nodes. 1: exact, without overlap.
-            "auto" (default): several stages take the fewest of 1 to 16 per stage within 5 % of the
-            fastest, by the costs measured to balance stages; a resumed run keeps the number.
-            Without these costs, for batches, with `recompute` and in `Trainer(deterministic=True)`:
-            4 per stage. One stage takes 1, unless options ask for chunks, as `partition`,
-            `recompute` or `history_dtype` do. Of a batch of many graphs: micro-batches, at most
-            the number of graphs with nodes.
+        num_chunks: Chunks of the graph, K. 1: exact, without overlap. "auto" (default): 1 on one
+            stage; on several the fewest that are about as fast as the best of 1 to 16 per stage.
+            That is by the costs measured to balance stages, within 5 %; a resumed run keeps the
+            number. Without these costs, for batches, with `recompute` and in
+            `Trainer(deterministic=True)`: 4 per stage. On one stage `recompute`, and options of
+            chunks such as `partition` or `history_dtype`, take as many as on several. Of a batch
+            of many graphs: micro-batches, at most the number of graphs with nodes.
         partition: Assigns nodes to chunks: "metis", "kaminpar" (a package to install: less time
             and memory), "random", "contiguous", or an integer tensor `[num_nodes]` with the chunk
             of each node.

@@ -417,7 +417,7 @@ def _run(
             store.moments.after_forward()
         middle = clock()
     roots = [local[name] for name in segment.outputs if needs_grad(local[name])]
-    if roots and wanted:
+    if roots and wanted and torch.is_grad_enabled():
         grads = [torch.ones_like(root) for root in roots]
         torch.autograd.grad(roots, wanted, grads, allow_unused=True)
     end = clock()

@@ -177,8 +177,8 @@ def _mixed_norm(name: str, one_pass: _Pass) -> Callable[..., Any]:
 
     def norm(
         edge_index: Tensor,
-        edge_weight: Tensor | None,
-        num_nodes: int,
+        edge_weight: Tensor | None = None,
+        num_nodes: Any = None,
         improved: bool = False,
         add_self_loops: bool = True,
         flow: str = "source_to_target",
