@@ -4,7 +4,7 @@
     exact        histories, all activations; or inputs of layers, with `recompute`
     in chunks    histories and their gradients, inputs of layers
     pipelined    histories and their gradients, all activations; or one chunk's
-    evaluation   histories and their gradients, one layer
+    evaluation   histories and their gradients, what later layers read
 
 Beside these one layer runs: on all nodes, or on a chunk.
 """

@@ -170,9 +170,9 @@ def _direct(name: str, conv: MessagePassing, context: MessageContext) -> Callabl
                 return original(*args, **kwargs)
         if hasattr(conv, "__norm__"):  # PyG's Laplacian has the degrees of sources in both flows
             raise UnsupportedError(
-                f"Layer '{name}' has a Laplacian and flow='target_to_source'.\nIts degrees would "
-                "be of the turned edges.\nPass edge_index.flip(0) as an argument, to a "
-                "layer without flow=."
+                f"Layer '{name}' has a Laplacian and flow='target_to_source'.\nIn chunks it would "
+                "take the degrees of the turned edges.\nPass edge_index.flip(0) as an argument, to "
+                "a layer without flow=."
             )
         downstream = replace_attributes(conv, {"flow": "source_to_target"})
         with context.directed(at.edge_set, at.is_reverse != is_upstream) as edges, downstream:

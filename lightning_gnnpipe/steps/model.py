@@ -53,8 +53,8 @@ log = logging.getLogger(__name__)
 
 _NUM_MODES, _MANY_CHANGES = 8, 3
 _OF_FOLDER = (
-    "Rows of %s are in the order of the folder, not in yours: of nodes fill and read them by "
-    "batch.n_id. Load them with this folder alone."
+    "Rows of %s are in the order of the folder, not in yours. Fill and read rows of nodes by "
+    "batch.n_id, and load them with this folder alone."
 )
 _TRACED_ANEW = (
     "Forward is traced anew each time that %s changes. To trace once, keep numbers that forward "
