@@ -14,6 +14,7 @@ PAGES = {
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>.*)$")
+_DOCSTRINGS = re.compile(r"<!-- api .*?<!-- end -->", re.DOTALL)
 _TITLE = re.compile(r'title="([^"]*)"')
 
 
@@ -28,8 +29,9 @@ class Block:
 
 
 def read_blocks(page: str) -> list[Block]:
-    """Return the code blocks of a page, in order."""
-    return list(_blocks(PAGES[page].read_text().splitlines()))
+    """Return the code blocks of a page, in order, without those of docstrings."""
+    text = _DOCSTRINGS.sub(lambda found: "\n" * found[0].count("\n"), PAGES[page].read_text())
+    return list(_blocks(text.splitlines()))
 
 
 def as_script(blocks: list[Block], first_line: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 import lightning_gnnpipe
 from lightning_gnnpipe import GNNPipeStrategy, errors, models, types
 from lightning_gnnpipe.layers.support import REFUSED_CONVS
+from scripts.write_api import names_in
 from tests.docs.pages import PAGES, ROOT
 from tests.helpers.convs import CASES, REFUSED
 
@@ -35,7 +36,7 @@ FILES = [*PAGES.values(), *sorted((ROOT / "lightning_gnnpipe").rglob("*.py"))]
 def documented(*pages: str) -> set[str]:
     """Return the names, without their modules, that pages on the API take from docstrings."""
     text = "\n".join((DOCS / "api" / page).read_text() for page in pages)
-    return {name.rpartition(".")[2] for name in re.findall(r"^::: ([\w.]+)", text, re.M)}
+    return {name.rpartition(".")[2] for name in names_in(text)}
 
 
 def test_public_names_models_and_errors_are_documented() -> None:
