@@ -58,13 +58,13 @@ class GNNPipeStrategy(PipelineHooks):
             `gnnpipe plan` says which S and G are best for a number of devices.
         data_parallel: Replicas of the pipeline, R, for batches of graphs. They train on different
             batches and average their gradients, as in DDP. There are R x S x G processes.
-        num_chunks: Chunks of the graph, K. 1: exact, without overlap. "auto" (default): 1 on one
-            stage; on several the fewest that are about as fast as the best of 1 to 16 per stage.
-            That is by the costs measured to balance stages, within 5 %; a resumed run keeps the
-            number. Without these costs, for batches, with `recompute` and in
-            `Trainer(deterministic=True)`: 4 per stage. On one stage `recompute`, and options of
-            chunks such as `partition` or `history_dtype`, take as many as on several. Of a batch
-            of many graphs: micro-batches, at most the number of graphs with nodes.
+        num_chunks: Chunks of the graph, K. With 1 training is exact, and stages do not overlap.
+            "auto" (default) takes 1 on one stage. On several it takes the fastest number of 1 to 16
+            per stage, by the costs measured to balance stages, or the least within 5 % of it; a
+            resumed run keeps it. Where nothing is measured it takes 4 per stage: for batches, with
+            `recompute`, and in `Trainer(deterministic=True)`. On one stage `recompute`, and options
+            of chunks such as `partition` or `history_dtype`, make as many chunks as on several.
+            For batches of many graphs: micro-batches, at most one for each graph with nodes.
         partition: Assigns nodes to chunks: "metis", "kaminpar" (a package to install: less time
             and memory), "random", "contiguous", or an integer tensor `[num_nodes]` with the chunk
             of each node.
@@ -75,12 +75,13 @@ class GNNPipeStrategy(PipelineHooks):
             between chunks, in warm-up epochs as well: nothing is stale, and only norms over all
             nodes keep histories. Validation, test and predict use all edges.
         staleness: What to read of neighbours in other chunks that have not run in this step.
-            "drift": their last embeddings, moved by the mean change of the embeddings that have
-            run. These stale embeddings get no gradient. To make up for it, fresh embeddings of
-            other chunks get theirs twice: in layers whose messages are no weighted sum, such as
-            attention, and in all layers if more than 70 % of the edges lie between chunks.
-            "constant": the last embeddings, and all gradients once. "gnnpipe", as in the paper:
-            embeddings of a snapshot that is renewed every 23 steps, and such gradients twice.
+            "drift" (default): their last embeddings, moved by the mean change of those that have
+            run. "constant": their last embeddings. "gnnpipe", as in the paper: their embeddings in
+            a snapshot that is renewed every 23 steps.
+            Stale embeddings get no gradient. To make up for it, fresh embeddings of other chunks
+            get theirs twice: always with "gnnpipe", never with "constant". With "drift" in layers
+            whose messages are no weighted sum, such as attention, and in all layers if more than
+            70 % of the edges lie between chunks.
         pipelined_module: Name of the submodule to pipeline, or of a method such as "net.encode".
             None: the smallest submodule that holds all message passing.
         balance: Assigns layers to stages: "measured" (by a few timed passes), "uniform", or the
