@@ -3,8 +3,8 @@
     python examples/quickstart.py
     python examples/quickstart.py --dataset Cora --root DIR --layers 64 --channels 64 --chunks 16
 
-The ways are a plain Trainer, the strategy on one device with one chunk, with one core and with as
-many as the pipeline has, and the strategy in stages.
+The ways are a plain Trainer with as many cores as the pipeline has, the strategy on one device with
+one chunk, with one core and with as many, and the strategy in stages.
 Prints what each reached and what the pipeline cost, and draws the pipeline's last training step in
 OUTPUT/timeline_epoch_<e>.png. The script is run once by you and once more by Lightning for every
 further process of the pipeline; only the process that you started trains on one device.
@@ -71,16 +71,12 @@ def main() -> None:
     is_launched = "LOCAL_RANK" in os.environ  # by Lightning or torchrun, as a part of the pipeline
     exact: list[Result] = []
     for name, num_threads in (
-        () if is_launched else (("plain", 1), ("one", 1), ("all", options.cores))
+        () if is_launched else (("plain", options.cores), ("one", 1), ("all", options.cores))
     ):
         strategy = "auto" if name == "plain" else GNNPipeStrategy(num_chunks=1)
         torch.set_num_threads(num_threads)
-        ways = {
-            "plain": "in a plain Trainer",
-            "one": "on one device",
-            "all": f"on one device with {num_threads} threads",
-        }
-        print(f"Training {ways[name]} ...", flush=True)
+        way = "in a plain Trainer" if name == "plain" else "on one device"
+        print(f"Training {way}, threads: {num_threads} ...", flush=True)
         exact.append(train_exactly(name, strategy, datamodule, options))
     torch.set_num_threads(1)
     pipeline, is_first_rank = train_pipeline(datamodule, options)
@@ -96,7 +92,7 @@ def parse_options() -> argparse.Namespace:
     add("--layers", type=int, default=16, help="message-passing layers (default: 16)")
     add("--channels", type=int, default=256, help="channels of each layer (default: 256)")
     add("--stages", type=int, default=2, help="stages, one process each (default: 2)")
-    add("--cores", type=int, help="of one device in its second run (default: one a stage)")
+    add("--cores", type=int, help="of the runs on one device (default: one a stage)")
     add("--chunks", type=int, help="chunks of the graph (default: 4 a stage)")
     add("--epochs", type=int, default=12, help="epochs of each run (default: 12)")
     add("--seed", type=int, default=0)
@@ -245,7 +241,8 @@ def report(
         table.add_column("one device,\none chunk", justify="right")
     table.add_column(f"pipeline\n{num_stages} stages,\n{num_chunks} chunks", justify="right")
     add = table.add_row
-    add("threads", "1", "1", f"{options.cores}", " + ".join(["1"] * num_stages))
+    cores = f"{options.cores}"
+    add("threads", cores, "1", cores, " + ".join(["1"] * num_stages))
     add("test accuracy", *(f"{run.test_acc:.1%}" for run in runs))
     add("seconds a step", *(f"{statistics.median(run.steps_s):.3f}" for run in runs))
     add("least, most", *(f"{min(run.steps_s):.2f}, {max(run.steps_s):.2f}" for run in runs))
