@@ -57,7 +57,7 @@ class Watch:
     def check(self) -> None:
         """Raise the cause if this rank has heard that another one failed."""
         if self._cause is not None:
-            raise PeerError(self._cause)
+            raise PeerError(self._cause) from None  # not as a fault of gloo
 
     def read(self) -> None:
         """Read the cause, if there is one, and say that this rank has."""
