@@ -25,7 +25,7 @@ from typing import Any, Literal, NoReturn, get_args
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.codecs import MessageOptions
+from lightning_gnnpipe.codecs import get_codecs
 from lightning_gnnpipe.errors import ConfigError, advice_on
 from lightning_gnnpipe.graph import StoredGraph, check_num_chunks
 from lightning_gnnpipe.staleness import METHODS, HistoryOptions, StalenessMethod
@@ -107,7 +107,8 @@ class StrategyOptions:
                 meant = f"Did you mean {near[0]!r}?" if near else "Choose one of them."
                 remedy = advice_on(value) or meant
                 _refuse(f"'{name}' to be one of {', '.join(choices)}", repr(value), remedy)
-        self.messages.check()
+        get_codecs(self.halo_codec, "'halo_codec'")
+        get_codecs(self.cut_codec, "'cut_codec'")
         if not isinstance(self.repeat_encoder, bool) and self.repeat_encoder != "auto":
             _refuse(
                 "'repeat_encoder' to be True, False or 'auto'",
@@ -271,11 +272,6 @@ class StrategyOptions:
     def for_graphs(self) -> str:
         """The option that requires batches of graphs; "" if there is none."""
         return f"data_parallel={self.data_parallel}" if self.data_parallel > 1 else ""
-
-    @property
-    def messages(self) -> MessageOptions:
-        """How ranks send activations to each other."""
-        return MessageOptions(self.halo_codec, self.cut_codec, self.async_halo)
 
     @property
     def method(self) -> StalenessMethod:

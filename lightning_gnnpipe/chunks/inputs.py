@@ -81,10 +81,6 @@ class PassInputs(ABC):
         """Return the places of the rows of a shard, in the user's order."""
         raise NotImplementedError
 
-    def whole_edge_leaf(self, name: str, *, edge_set: int | None) -> Tensor | None:
-        """Return an edge-level leaf of the whole graph, if layers read edges of other chunks."""
-        return None
-
     @abstractmethod
     def _origins(self, kind: Kind, number: int) -> Tensor:
         """Return the user's row at each place in the order of chunks."""
@@ -155,7 +151,10 @@ class PlannedInputs(PassInputs):
         self._call = None
 
     def whole_edge_leaf(self, name: str, *, edge_set: int | None) -> Tensor | None:
-        """Return a leaf of the edges of all shards; see `passing.EdgeLeaves`."""
+        """Return leaf `name` of the edges of all shards, in the edge order of the plan.
+
+        None if the leaf belongs to another edge set, or needs a gradient.
+        """
         slot = _slot(name)
         leaf = self._leaf(slot)
         if self._kinds[slot] is not Kind.EDGE or leaf.requires_grad:

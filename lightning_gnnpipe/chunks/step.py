@@ -38,7 +38,7 @@ from lightning_gnnpipe.comm import Label, Transport
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.graph import BatchPlan, Chunk, ChunkPlan, MicroBatch
 from lightning_gnnpipe.layers import NativeContext
-from lightning_gnnpipe.passing import MessageContext, Tape
+from lightning_gnnpipe.passing import MessageContext, replace_attributes
 from lightning_gnnpipe.stages import Segment, Stage, Value
 from lightning_gnnpipe.types import Phase
 
@@ -322,17 +322,17 @@ def run_recomputed(
         names: list[str],
         outputs: list[str],
         buffers: list[Tensor],
-        tape: Tape,
+        run: dict[str, bool],
         *tensors: Any,
     ) -> tuple[Tensor, ...]:
         local = dict(zip(names, tensors, strict=True))
-        again = (group, buffers) if tape.is_replay else ((), ())
-        with context.taped(tape), kept_buffers(*again):
+        again = (group, buffers) if run["is_replay"] else ((), ())
+        with replace_attributes(context, run), kept_buffers(*again):
             run_segments(group, local, chunk, context, seed_of, unread_after(group, outputs))
         now = [b for s in group for b in s.module.buffers()] if buffers else []
-        if not tape.is_replay and all(map(torch.equal, buffers, now)):
+        if not run["is_replay"] and all(map(torch.equal, buffers, now)):
             buffers.clear()
-        tape.is_replay = True
+        run["is_replay"] = True
         return tuple(local[name] for name in outputs)
 
     groups = [[s] for s in segments] if chunk.is_whole else [list(segments)]
@@ -341,7 +341,8 @@ def run_recomputed(
         inputs = sorted({n for s in group for n in s.inputs if n in values})
         outputs = sorted({n for s in group for n in s.outputs} & needed)
         buffers = [b.clone() for s in group for b in s.module.buffers()] if chunk.is_whole else []
-        given = group, inputs, outputs, buffers, Tape(), *(values[name] for name in inputs)
+        first = {"is_replay": False}
+        given = group, inputs, outputs, buffers, first, *(values[name] for name in inputs)
         with set_checkpoint_early_stop(False):
             results = checkpoint(compute, *given, use_reentrant=False, preserve_rng_state=False)
         values.update(zip(outputs, results, strict=True))

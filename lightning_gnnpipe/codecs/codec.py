@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import get_args
 
@@ -57,28 +56,3 @@ def get_codecs(option: CodecOption, what: str = "codecs") -> Codecs:
             remedy=advice_on(option) or "A pair holds the codec of rows and that of gradients.",
         )
     return Codecs(*map(get_codec, names))
-
-
-@dataclass(frozen=True, slots=True)
-class MessageOptions:
-    """Messages of pipelined steps; exact steps send full precision and wait for it.
-
-    Attributes:
-        halo_codec: For rows and gradients between shards of the graph; see `get_codecs`.
-        cut_codec: For activations and gradients between stages.
-        is_async: Use rows and gradients that other shards sent in the previous step.
-    """
-
-    halo_codec: CodecOption = "fp32"
-    cut_codec: CodecOption = "fp32"
-    is_async: bool = False
-
-    def check(self) -> None:
-        get_codecs(self.halo_codec, "'halo_codec'")
-        get_codecs(self.cut_codec, "'cut_codec'")
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether messages arrive unchanged, in the same step."""
-        codecs = get_codecs(self.halo_codec), get_codecs(self.cut_codec)
-        return not self.is_async and all(one.is_exact for one in codecs)

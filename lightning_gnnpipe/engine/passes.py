@@ -71,12 +71,12 @@ class Passes:
     ) -> None:
         self._model, self._graphs, self._transport = model, graphs, transport
         self._options, self._controls, self._seeds = options, controls, seeds
-        messages = options.given.messages
-        exact = replace(messages, halo_codec="fp32", cut_codec="fp32")
+        given, exact = options.given, get_codecs("fp32")
         # By whether the pass is exact; exact passes send fp32.
-        self._messages = {False: messages, True: exact}
-        self._cut_codecs = {key: get_codecs(one.cut_codec) for key, one in self._messages.items()}
-        self.sends_exactly = messages.is_exact
+        self._halo_codecs = {False: get_codecs(given.halo_codec), True: exact}
+        self._cut_codecs = {False: get_codecs(given.cut_codec), True: exact}
+        sent = self._halo_codecs[False], self._cut_codecs[False]
+        self.sends_exactly = not given.async_halo and all(one.is_exact for one in sent)
         self._fallbacks = Fallbacks(log, is_quiet=not transport.world.is_root)
         self._has_met_several = False  # graphs in a batch
         is_on_host = transport.world.device.type == "cpu"
@@ -190,7 +190,10 @@ class Passes:
         """
         if isinstance(context.store, SharedStore):
             is_synchronous = is_exact or self._controls.is_synchronous
-            context.store.begin_pass(self._messages[is_exact], is_synchronous=is_synchronous)
+            is_async = self._options.given.async_halo
+            context.store.begin_pass(
+                self._halo_codecs[is_exact], is_async=is_async, is_synchronous=is_synchronous
+            )
         by_layer = is_exact and self._options.given.exact_in_chunks and graph.plan.num_chunks > 1
         if is_exact and self._has_budget and graph.plan.num_chunks > 1 and not by_layer:
             return_freed_memory()  # small pieces, of chunks, before one large piece for all nodes

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_gnnpipe.codecs import MessageOptions, get_codecs
+from lightning_gnnpipe.codecs import Codecs, get_codecs
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.graph import Chunk, ChunkPlan
 from lightning_gnnpipe.staleness import HistoryStore, MomentStore
@@ -41,7 +41,7 @@ class SharedStore(HistoryStore):
         self.moments = MomentStore(plan.num_chunks, partial(_sum, transport), keeps=keeps_rows)
         self._plan, self._transport, self._keeps_rows = plan, transport, keeps_rows
         self._table: tuple[Hashable, Tensor] | None = None
-        self._messages, self._codecs, self._is_async = MessageOptions(), get_codecs("fp32"), False
+        self._codecs, self._keeps_last, self._is_async = get_codecs("fp32"), False, False
         self._flying: dict[_Slot, Callable[[], list[Tensor]]] = {}  # waits for a message
         self._last: dict[_Slot, list[Tensor]] = {}  # received in the previous step
         self._like: dict[Hashable, Tensor] = {}  # empty, with the rows' dtype and channels
@@ -49,10 +49,10 @@ class SharedStore(HistoryStore):
         self._ghosts: dict[Chunk, Tensor] = {}
         self._is_near: dict[Chunk, Tensor] = {}
 
-    def begin_pass(self, messages: MessageOptions, *, is_synchronous: bool) -> None:
-        """Set the message options of a pass; `is_synchronous` makes it wait for other shards."""
-        self._messages, self._codecs = messages, get_codecs(messages.halo_codec)
-        self._is_async = messages.is_async and not is_synchronous
+    def begin_pass(self, codecs: Codecs, *, is_async: bool, is_synchronous: bool) -> None:
+        """Set how a pass sends; `is_synchronous` makes it wait for other shards."""
+        self._codecs, self._keeps_last = codecs, is_async
+        self._is_async = is_async and not is_synchronous
         # Asynchronous steps must not wait. Sums of a layer's drift count as control traffic.
         self.sum_over_shards = (
             None if self._is_async else partial(_sum, self._transport, kind="control")
@@ -195,7 +195,7 @@ class SharedStore(HistoryStore):
             self._flying[slot] = wait
         if arrived is None:
             return old
-        if self._messages.is_async and is_grad:  # rows are in the history
+        if self._keeps_last and is_grad:  # rows are in the history
             self._last[slot] = arrived
         return arrived
 

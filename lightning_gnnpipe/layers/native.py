@@ -19,15 +19,16 @@ from lightning_gnnpipe.layers.statistics import (
     update_running,
     uses_batch_statistics,
 )
-from lightning_gnnpipe.passing import EdgeLeaves, Replacement, TapedContext
+from lightning_gnnpipe.passing import Replacement
 
 
-class NativeContext(TapedContext):
+class NativeContext:
     """The running segment of one of `num_chunks` micro-batches."""
 
     def __init__(self, num_chunks: int) -> None:
         self.num_chunks = num_chunks
-        self.leaves: EdgeLeaves | None = None  # set during a pass, not used by layers
+        self.is_replay: bool | None = None  # see `MessageContext`
+        self.leaves: Any = None  # set during a pass, not used by layers
         self._segment = 0
         self._calls = Counter[str]()
 

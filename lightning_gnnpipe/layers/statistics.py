@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import CallKey, MessageContext, Replacement
 from lightning_gnnpipe.passing.edges import WHOLE
-from lightning_gnnpipe.staleness import ExactStore, RowMoments, ShardLink, float_of
+from lightning_gnnpipe.staleness import ExactStore, RowMoments, float_of
 from lightning_gnnpipe.staleness.moments import KEPT, MEAN, NORM_MEAN, NORM_VAR, VAR
 
 # From a norm, and mean and variance `[channels]`, to scale (None for 1) and shift `[channels]`.
@@ -99,9 +99,9 @@ def _wrap(name: str, norm: Any, context: MessageContext) -> Callable[..., Tensor
 
     @context.in_layer
     def run(*args: Any, **kwargs: Any) -> Tensor:
-        store, tape, is_whole = context.store, context.tape, context.at.place == WHOLE
+        store, is_whole = context.store, context.at.place == WHOLE
         shards = store.shards if is_whole and store is not None else None
-        is_replay = tape is not None and tape.is_replay
+        is_replay = context.is_replay
         x, *more = (*args, *kwargs.values())
         if more:
             more = [one for one in more if one is not None]
@@ -366,7 +366,7 @@ class _OfAllRows(torch.autograd.Function):
 
 
 def _normalize_over_shards(
-    norm: Any, rows: Tensor, shards: ShardLink, known: Sequence[Tensor] | None
+    norm: Any, rows: Tensor, shards: Any, known: Sequence[Tensor] | None
 ) -> Tensor:
     """Normalise by statistics of all ranks' rows, with gradients through the statistics.
 

@@ -5,15 +5,12 @@ from lightning_gnnpipe.passing.aggregate import (
     BoundHalo,
     CallKey,
     LinearRule,
-    Tape,
     linear_rule,
 )
 from lightning_gnnpipe.passing.context import (
-    EdgeLeaves,
     InLayer,
     MessageContext,
     Replacement,
-    TapedContext,
     replace_all,
     replace_attributes,
     replaces,

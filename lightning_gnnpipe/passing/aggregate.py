@@ -20,7 +20,7 @@ from lightning_gnnpipe._compat_pyg import has_own_propagate, multiplies_matrix, 
 from lightning_gnnpipe._compat_torch import has_hooks
 from lightning_gnnpipe.graph import Chunk
 from lightning_gnnpipe.passing.sparse import Adjacency, multiply
-from lightning_gnnpipe.staleness import HistoryStore, ShardLink, StepOrder
+from lightning_gnnpipe.staleness import HistoryStore, StepOrder
 
 
 class CallKey(NamedTuple):
@@ -32,20 +32,15 @@ class CallKey(NamedTuple):
     argument: str
 
 
-class Tape:
-    """Halo reads of some layers over one chunk: recorded in forward, replayed in backward."""
-
-    def __init__(self) -> None:
-        self.is_replay = False
-
-
 class Exchange(torch.autograd.Function):
     """Read rows of other chunks as a layer is bound to do, see `BoundHalo` and `BoundSum`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, bound: BoundHalo | BoundSum, tape: Tape | None) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, bound: BoundHalo | BoundSum, is_replay: bool | None
+    ) -> Tensor:
         ctx.bound = bound
-        return bound.forward(rows, tape)
+        return bound.forward(rows, is_replay)
 
     @staticmethod
     @once_differentiable
@@ -72,12 +67,11 @@ class BoundHalo:
     is_linear: bool
     factors: Tensor | None = None
 
-    def forward(self, rows: Tensor, tape: Tape | None) -> Tensor:
+    def forward(self, rows: Tensor, is_replay: bool | None) -> Tensor:
         """Push the rows, `[num_nodes, *]`; return them with the halo rows, `[num_wide, *]`."""
         store, key, chunk = self.store, self.key, self.chunk
-        is_replay = tape is not None and tape.is_replay
         if not is_replay:
-            store.push(key, chunk, rows, keeps_old=tape is not None)
+            store.push(key, chunk, rows, keeps_old=is_replay is not None)
         if chunk.num_halo == 0:
             return rows.view_as(rows)
         wide = rows.new_empty((chunk.num_nodes + chunk.num_halo, *rows.shape[1:]))
@@ -185,15 +179,14 @@ class BoundSum:
     adjacency: Adjacency
     chunk: Chunk
     store: HistoryStore | None  # None for whole-graph inference, or without cross-chunk edges
-    shards: ShardLink | None
+    shards: Any  # see `HistoryStore.shards`
     key: CallKey
 
-    def forward(self, rows: Tensor, tape: Tape | None) -> Tensor:
-        """Return the sums, `[num_nodes, channels]`; with `tape` the store keeps them."""
+    def forward(self, rows: Tensor, is_replay: bool | None) -> Tensor:
+        """Return the sums, `[num_nodes, channels]`; the store keeps them if layers run again."""
         store, key, chunk = self.store, self.key, self.chunk
         if store is None:
             return multiply(self.adjacency.block(chunk, rows.dtype, by_source=False), rows)
-        is_replay = tape is not None and tape.is_replay
         if not is_replay:
             store.push(key, chunk, rows)
         if chunk.is_whole:
@@ -206,7 +199,7 @@ class BoundSum:
         if drift is not None and chunk.num_halo:
             factors = self.adjacency.drift_sums(chunk, store.order, output)
             output.addr_(factors, drift.to(output))
-        if tape is not None:
+        if is_replay is not None:
             store.grads(key).keep_output(chunk, output)
         return output
 

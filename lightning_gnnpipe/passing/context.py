@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import count
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ from lightning_gnnpipe.passing.aggregate import (
     CallKey,
     Exchange,
     LinearRule,
-    Tape,
 )
 from lightning_gnnpipe.passing.edges import WHOLE, GraphEdges, LocalEdges
 from lightning_gnnpipe.passing.matrix import RUNNING, Entries
@@ -46,42 +45,13 @@ _layer: ContextVar[MessageContext | None] = ContextVar("layer", default=None)  #
 _OUTSIDE = cast(LocalEdges, None)  # no layer of the pipeline runs
 
 
-class EdgeLeaves(Protocol):
-    """The edge-level tensors of the batch that need no gradient."""
-
-    def whole_edge_leaf(self, name: str, *, edge_set: int | None) -> Tensor | None:
-        """Return leaf `name` in the edge order of the plan.
-
-        None if the leaf belongs to another edge set, or needs a gradient.
-        """
-
-
-class TapedContext:
-    """A context whose layers may run a second time, for backward."""
-
-    tape: Tape | None = None  # set while reads are recorded or replayed
-
-    @contextmanager
-    def taped(self, tape: Tape) -> Iterator[None]:
-        """Record halo reads on `tape` within the block, or replay them."""
-        self.tape = tape
-        try:
-            yield
-        finally:
-            self.tape = None
-
-    @property
-    def is_replay(self) -> bool:
-        """Whether activations are recomputed for backward."""
-        return self.tape is not None and self.tape.is_replay
-
-
-class MessageContext(TapedContext):
+class MessageContext:
     """What a layer sees while it runs on a chunk.
 
     Attributes:
         at: The running chunk, with the running layer's edges.
         segment: The running segment.
+        is_replay: Whether a layer runs again for backward; None if it keeps its activations.
     """
 
     def __init__(
@@ -89,7 +59,7 @@ class MessageContext(TapedContext):
     ) -> None:
         self.store = store  # None for whole-graph inference, or without cross-chunk edges
         self.edges = GraphEdges(plan, lambda tensor: tensor) if edges is None else edges
-        self.leaves: EdgeLeaves | None = None  # of the batch, set during a pass
+        self.leaves: Any = None  # `chunks.PassInputs` of the batch, set during a pass
         self.dtypes: dict[Hashable, torch.dtype] = {}  # output dtypes of norms on the whole graph
         # Mean and variance of all rows with their autograd graph, if kept: see `selfcheck`.
         self.live: dict[Hashable, tuple[Tensor, Tensor]] | None = None
@@ -103,6 +73,7 @@ class MessageContext(TapedContext):
         self._halos: dict[Hashable, BoundHalo] = {}
         self.exchange: Callable[..., Tensor] = cast(Any, Exchange).apply  # of `widen`
         self.at, self.segment = _OUTSIDE, 0
+        self.is_replay: bool | None = None
         # Of one run of a segment over a chunk:
         self._leaves: dict[int, tuple[str, int]] = {}  # by tensor id: leaf, version of the tensor
         self.calls = defaultdict[str, Iterator[int]](count)  # of each layer
@@ -233,7 +204,7 @@ class MessageContext(TapedContext):
         if bound.dtype not in (None, rows.dtype):
             assert bound.dtype is not None
             rows = rows.to(torch.promote_types(rows.dtype, bound.dtype))  # of messages
-        summed: Tensor = cast(Any, Exchange).apply(rows, bound, self.tape)
+        summed: Tensor = cast(Any, Exchange).apply(rows, bound, self.is_replay)
         return summed
 
     def _bind(
@@ -322,7 +293,7 @@ class MessageContext(TapedContext):
             if bound is None or bound.chunk is not at.chunk:
                 bound = BoundHalo(CallKey(*key[1:]), at.chunk, store, is_linear)
                 self._halos[key] = bound
-            wide = self.exchange(rows.movedim(dim, 0), bound, self.tape).movedim(0, dim)
+            wide = self.exchange(rows.movedim(dim, 0), bound, self.is_replay).movedim(0, dim)
         self._widened[memo] = (rows, wide)
         return wide
 

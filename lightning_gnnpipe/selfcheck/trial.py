@@ -22,7 +22,6 @@ from lightning_gnnpipe.passing import (
     CallKey,
     LinearRule,
     MessageContext,
-    Tape,
     replace_attributes,
 )
 from lightning_gnnpipe.staleness import HistoryStore
@@ -36,7 +35,7 @@ class LiveContext(MessageContext):
         self.live, self.exchange = {}, self._append
         self._rows: dict[CallKey, Tensor] = {}  # of the whole graph
 
-    def _append(self, rows: Tensor, bound: BoundHalo, tape: Tape | None) -> Tensor:
+    def _append(self, rows: Tensor, bound: BoundHalo, is_replay: bool | None) -> Tensor:
         """Return a chunk's rows with the halo rows appended; keep the whole graph's rows."""
         key = bound.key
         if self.is_whole:

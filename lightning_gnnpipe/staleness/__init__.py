@@ -18,7 +18,6 @@ from lightning_gnnpipe.staleness.store import (
     NEVER,
     GradientBuffer,
     HistoryStore,
-    ShardLink,
     Staleness,
     StalenessRecorder,
     StepOrder,

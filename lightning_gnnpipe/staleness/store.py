@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,19 +23,6 @@ from lightning_gnnpipe.staleness.moments import FLOOR, MomentStore, RowMoments, 
 NEVER = -1
 _DEFAULTS = HistoryOptions()
 _order_numbers = itertools.count(1)  # unique over all stores, as they share adjacency matrices
-
-
-class ShardLink(Protocol):
-    """Connection to the ranks that hold the other shards of each chunk."""
-
-    def ghosts(self, chunk: Chunk) -> Tensor:
-        """Return the chunk's rows on other ranks, `[num_ghosts]`, ascending."""
-
-    def give_back(self, key: Hashable, chunk: Chunk, grad: Tensor) -> Tensor:
-        """Send gradients of `ghosts` to their ranks; return the received ones, `[num_nodes, *]`."""
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum of the tensors of all ranks of the stage; collective."""
 
 
 class HistoryStore:
@@ -75,8 +62,8 @@ class HistoryStore:
         self._halos: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the halo, which is kept alive
 
     @property
-    def shards(self) -> ShardLink | None:
-        """The link to other shards; None without graph parallelism."""
+    def shards(self) -> Any:
+        """The store itself if it is shared with other shards (`engine.shared`); else None."""
         return None
 
     @property

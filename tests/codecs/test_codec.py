@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from lightning_gnnpipe.codecs import Codec, MessageOptions, get_codecs, low_bit
+from lightning_gnnpipe.codecs import Codec, get_codecs, low_bit
 from lightning_gnnpipe.codecs.codec import get_codec
 from lightning_gnnpipe.errors import ConfigError
 from lightning_gnnpipe.types import CodecOption
@@ -179,9 +179,6 @@ def test_rows_and_gradients_have_a_codec_each() -> None:
 )
 def test_messages_are_exact_if_both_are(option: CodecOption, is_exact: bool) -> None:
     assert get_codecs(option).is_exact == is_exact
-    assert MessageOptions(halo_codec=option).is_exact == is_exact
-    assert MessageOptions(cut_codec=option).is_exact == is_exact
-    assert not MessageOptions(option, is_async=True).is_exact
 
 
 @pytest.mark.parametrize(
