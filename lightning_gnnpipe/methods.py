@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch_geometric.nn import MessagePassing
 
 from lightning_gnnpipe._compat_torch import pytree
 from lightning_gnnpipe.calls import Call, ChangedGraph, Inputs, classify
@@ -52,6 +54,21 @@ class PipelinedMethod:
         if not self._is_pipelined():
             return self.own()(*args, **kwargs)
         return _with_changes(self._run(args, kwargs, self.name), args, kwargs)
+
+    @contextmanager
+    def watched(self) -> Iterator[list[str]]:
+        """Yield a list of the message-passing layers that run in the block before the method."""
+        found, start = list[str](), self.num_calls
+
+        def note(layer: nn.Module, _: Any) -> None:
+            if isinstance(layer, MessagePassing) and self.num_calls == start:
+                found.append(type(layer).__name__)
+
+        hook = register_module_forward_pre_hook(note)
+        try:
+            yield found
+        finally:
+            hook.remove()
 
     def own(self) -> MethodType:
         """Return the module's own method."""

@@ -188,7 +188,8 @@ def _refuse(module: nn.Module, fact: str, own: str = "") -> NoReturn:
     lines = "".join(
         f'\n    GNNPipeStrategy(pipelined_module="{one}")' for one in names[:_NUM_SHOWN]
     )
-    advice = f" Name the module or method that training_step calls:{lines}" if lines else ""
+    advice = " Name the module or method that returns rows of nodes, not a loss, and that "
+    advice = f"{advice}training_step calls:{lines}" if lines else ""
     raise UnsupportedError(f"{fact}.{advice}\n{_LAYER_BY_LAYER}")
 
 

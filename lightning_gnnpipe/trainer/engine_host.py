@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -135,8 +135,9 @@ class EngineHost:
         if is_fitting and options.idle_in_one_chunk and trainer.is_global_zero:
             names = ", ".join(options.idle_in_one_chunk)
             log.warning("With num_chunks=1 these options have no effect: %s.", names)
+        self._fallbacks = Fallbacks(log, is_quiet=not trainer.is_global_zero)
         if compiled := self._patched.enter_context(as_written(module)):
-            Fallbacks(log, is_quiet=not trainer.is_global_zero).tell(
+            self._fallbacks.tell(
                 "%s runs without torch.compile, since message passing on chunks cannot be "
                 "compiled.",
                 ", ".join(compiled),
@@ -144,7 +145,7 @@ class EngineHost:
         saves_memory = options.memory_gib is not None or options.saves_memory
         is_on_host = self._strategy.root_device.type == "cpu"
         if is_fitting and is_on_host and saves_memory and not uses_glibc_malloc():
-            Fallbacks(log, is_quiet=not trainer.is_global_zero).tell(
+            self._fallbacks.tell(
                 "Peaks of memory may be higher: memory_gib, exact_in_chunks and table_folder "
                 "return memory through glibc's malloc, and another one is loaded."
             )
@@ -281,12 +282,18 @@ class EngineHost:
             self.controls.is_exact = True
             engine.statistics.stale.clear()  # Lightning computes them anew
         num_calls = engine.method.num_calls
-        with engine.called_by("training"):
+        watched = nullcontext(list[str]()) if self._is_called else engine.method.watched()
+        with watched as outside, engine.called_by("training"):
             output = step(*args)
         self._is_called |= engine.method.num_calls > num_calls
         self.controls.reset()  # requests are for one step
-        if not self._is_called:
+        if outside and not self._is_called:
             refuse_uncalled(module, self._found)
+        if not self._is_called:
+            name = ".".join(filter(None, (self._found.name, self._found.method)))
+            self._fallbacks.tell(
+                "The first training step does not call %s, and runs without the pipeline.", name
+            )
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor) or loss.numel() != 1:  # by manual optimization
             loss = None

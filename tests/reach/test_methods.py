@@ -220,6 +220,15 @@ class InTurn(OneCalled):
         return torch.optim.SGD([*self.encoder.parameters(), *self.head.parameters()], lr=0.1)
 
 
+class HeadFirst(InTurn):
+    """Its first step does not call the network."""
+
+    def _rows(self, data: Data) -> Tensor:
+        if self.trainer.training and self.current_epoch == 0:
+            return self.head(torch.ones(N, H, dtype=data.x.dtype))
+        return self.head(self.encoder(data.x, data.edge_index))
+
+
 class Anneals(Encoder):
     def __init__(self) -> None:
         super().__init__()
@@ -263,6 +272,7 @@ CASES: dict[str, tuple[Callable[[], Module], str | None]] = {
     "layers of the LightningModule": (Helper, "embed"),
     "one of two networks": (OneCalled, "encoder"),
     "the head alone in turn": (InTurn, None),
+    "the head alone first": (HeadFirst, None),
 }
 
 
@@ -309,9 +319,10 @@ def test_it_trains_in_chunks_and_validates_exactly(name: str) -> None:
     torch.testing.assert_close(*module.seen, rtol=0, atol=1e-10)
 
 
-def test_stages_train_as_plain() -> None:
+@pytest.mark.parametrize("case", ["two methods", "the head alone first"])
+def test_stages_train_as_plain(case: str) -> None:
     """Every rank runs the second method, with weights of the last stage."""
-    found, plain = (weights(fit("two methods", *given)[0]) for given in ((1, 2), (0, 1)))
+    found, plain = (weights(fit(case, *given)[0]) for given in ((1, 2), (0, 1)))
     torch.testing.assert_close(found, plain, rtol=0, atol=1e-9)
 
 
