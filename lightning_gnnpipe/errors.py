@@ -44,6 +44,7 @@ REMOVED_OPTIONS = {
     "chunk_order": "Each step draws an order of its own. Leave 'chunk_order' out.",
     "guard": "A jump of the loss no longer makes the next step exact. Leave 'guard' out, and add "
     "Trainer(callbacks=[StalenessWarmup(5), EmbeddingRefresh(1)]) if the loss jumps.",
+    "logs_staleness": "Leave 'logs_staleness' out, and add StalenessMonitor() for its keys.",
     "save_distributed_checkpoint": "Every process holds all weights, and a checkpoint is one file. "
     "Leave 'save_distributed_checkpoint' out.",
     "num_virtual": "Each process holds one stage. Leave 'num_virtual' out.",

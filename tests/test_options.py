@@ -201,7 +201,7 @@ def test_an_option_that_never_was_is_a_type_error() -> None:
         (EmbeddingRefresh, "every_n_epoch", "every_n_epochs"),
         (BoundedStaleness, "sync_every", "sync_every_n_epochs"),
         (StalenessMonitor, "every_epochs", "every_n_epochs"),
-        (PipelineMonitor, "log_staleness", "logs_staleness"),
+        (PipelineMonitor, "every_epochs", "every_n_epochs"),
         (TimelineCallback, "epochs", "epoch"),
     ],
 )

@@ -63,7 +63,7 @@ class StalenessMonitor(PipeCallback):
 
 
 class PipelineMonitor(PipeCallback):
-    """Logs time, waits, bytes and memory of the pipeline, and the staleness of its reads.
+    """Logs time, waits, bytes and memory of the pipeline.
 
     All figures are from the epoch's last training step, and equal on all ranks. Keys:
 
@@ -82,15 +82,12 @@ class PipelineMonitor(PipeCallback):
       resident memory of the process, with Python and the data set.
     - With shards, `stage_<s>` becomes `stage_<s>_shard_<g>`; with replicas,
       `replica_<r>_stage_<s>`.
-    - The keys of `StalenessMonitor`, unless one is among the Trainer's callbacks.
 
     Every step records its events. Only a logged epoch exchanges them. On a GPU it also synchronizes
     its steps, and chunks count as computed once they are launched.
 
     Args:
         every_n_epochs: Log the last of every n epochs.
-        logs_staleness: Whether to log the keys of `StalenessMonitor`, which costs one more read of
-            every history.
 
     Raises:
         ConfigError: If `every_n_epochs` is not a positive integer.
@@ -101,24 +98,14 @@ class PipelineMonitor(PipeCallback):
     """
 
     @checks_names
-    def __init__(self, every_n_epochs: int = 1, logs_staleness: bool = True) -> None:
+    def __init__(self, every_n_epochs: int = 1) -> None:
         super().__init__()
         check_count("every_n_epochs", every_n_epochs, 1)
         self.every_n_epochs = every_n_epochs
-        self.logs_staleness = logs_staleness
-        self._staleness: StalenessMonitor | None = None
         self._start_s = 0.0
         self._step_s = 0.0
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        has_monitor = any(isinstance(one, StalenessMonitor) for one in trainer.callbacks)  # type: ignore[attr-defined]
-        is_wanted = self.logs_staleness and not has_monitor
-        self._staleness = StalenessMonitor(self.every_n_epochs) if is_wanted else None
-
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        if self._staleness is not None:
-            self._staleness.on_train_batch_start(trainer)
         self._start_s = self._now_s(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
@@ -131,11 +118,9 @@ class PipelineMonitor(PipeCallback):
         # Single precision holds byte counts exactly up to 16 MiB only.
         exact = {name: torch.tensor(one, dtype=torch.float64) for name, one in values.items()}
         pl_module.log_dict(exact, batch_size=1, sync_dist=True)
-        if self._staleness is not None:
-            self._staleness.on_train_epoch_end(trainer, pl_module)
 
     def _collect(self, trainer: pl.Trainer) -> dict[str, float]:
-        """Return all figures except staleness, equal on all ranks; a collective call."""
+        """Return all figures, equal on all ranks; a collective call."""
         strategy = self.strategy(trainer)
         stats = strategy.collect_stats()
         values = {

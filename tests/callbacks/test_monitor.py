@@ -55,7 +55,7 @@ class Keep(L.Callback):
 @pytest.mark.filterwarnings("error:.*sync_dist=True")
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_csv_has_all_figures_of_every_epoch(num_stages: int, tmp_path: Path) -> None:
-    callbacks = PipelineMonitor(), Keep(tmp_path)
+    callbacks = PipelineMonitor(), StalenessMonitor(), Keep(tmp_path)
     lines = fit_csv(tmp_path, *callbacks, num_stages=num_stages, log_every_n_steps=1)
     assert [int(line["epoch"]) for line in lines] == [0, 1, 2]
     formula = pipeline_bytes(
@@ -87,16 +87,10 @@ def test_only_every_nth_epoch_is_logged_and_measured(tmp_path: Path) -> None:
         def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
             measured.append(bool(trainer.strategy.collect_staleness()))
 
-    lines = fit_csv(tmp_path, PipelineMonitor(every_n_epochs=2), Measured(), max_epochs=5)
+    both = PipelineMonitor(every_n_epochs=2), StalenessMonitor(every_n_epochs=2)
+    lines = fit_csv(tmp_path, *both, Measured(), max_epochs=5)
     assert [int(line["epoch"]) for line in lines] == [1, 3]
     assert measured == [False, True, False, True, False]
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_staleness_monitor_beside_it_does_the_work(is_first: bool, tmp_path: Path) -> None:
-    both = [StalenessMonitor(), PipelineMonitor(every_n_epochs=3)]
-    lines = fit_csv(tmp_path, *(both if is_first else both[::-1]), by="history/stale_frac")
-    assert [int(line["epoch"]) for line in lines] == [0, 1, 2]
 
 
 def test_large_counts_of_bytes_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ MAKE: dict[str, Callable[[], L.Callback]] = {
     "exact": lambda: EmbeddingRefresh(2),
     "snapshot": lambda: EmbeddingRefresh(3, how="snapshot"),
     "monitor": lambda: StalenessMonitor(2),
-    "pipeline": lambda: PipelineMonitor(3, logs_staleness=False),
+    "pipeline": lambda: PipelineMonitor(3),
     "bounded": lambda: BoundedStaleness(2),
 }
 
