@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: one thread a process, in both runs
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: one thread a stage
 
 import argparse
 import statistics

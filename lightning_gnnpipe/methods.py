@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 from torch_geometric.nn import MessagePassing
 
 from lightning_gnnpipe._compat_torch import pytree
@@ -33,6 +33,7 @@ class PipelinedMethod:
     def __init__(self, module: nn.Module, name: str, is_pipelined: Callable[[], bool]) -> None:
         self.module, self.name, self.num_calls = module, name, 0
         self._is_pipelined = is_pipelined
+        self._hooks = list[RemovableHandle]()  # of `watched`
 
     def attach(self, run: Run) -> None:
         """Replace the method by `run`, which gets its arguments and its name."""
@@ -51,24 +52,32 @@ class PipelinedMethod:
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a call of the method."""
         self.num_calls += 1
+        self._end_watch()
         if not self._is_pipelined():
             return self.own()(*args, **kwargs)
         return _with_changes(self._run(args, kwargs, self.name), args, kwargs)
 
     @contextmanager
-    def watched(self) -> Iterator[list[str]]:
-        """Yield a list of the message-passing layers that run in the block before the method."""
-        found, start = list[str](), self.num_calls
+    def watched(self, root: nn.Module) -> Iterator[list[nn.Module]]:
+        """Yield a list of trained message-passing layers of `root` that run before the method."""
+        found = list[nn.Module]()
 
         def note(layer: nn.Module, _: Any) -> None:
-            if isinstance(layer, MessagePassing) and self.num_calls == start:
-                found.append(type(layer).__name__)
+            trained = [one.requires_grad for one in layer.parameters()] or [True]
+            if torch.is_grad_enabled() and any(trained):
+                found.append(layer)
 
-        hook = register_module_forward_pre_hook(note)
+        layers = [one for one in root.modules() if isinstance(one, MessagePassing)]
+        self._hooks = [one.register_forward_pre_hook(note) for one in layers]
         try:
             yield found
         finally:
+            self._end_watch()
+
+    def _end_watch(self) -> None:
+        for hook in self._hooks:
             hook.remove()
+        self._hooks = []
 
     def own(self) -> MethodType:
         """Return the module's own method."""

@@ -394,15 +394,14 @@ class RunOptions:
         """K of a large graph; 1 on one stage, unless options ask for chunks."""
         given = self.given
         need = [one for one in given.of_chunks if one != "cuda_graphs"]
-        is_asked = not given.has_free_chunks or bool(need) or given.recompute
+        is_asked = not given.has_free_chunks or bool(need)
         is_whole = self.num_stages == 1 and not is_asked and self.chosen is None
         return 1 if is_whole else self.num_chunks
 
     @property
     def most_parts(self) -> int:
-        """The most micro-batches of a batch; 1 on one stage, unless options ask for several."""
-        given = self.given
-        is_whole = self.num_stages == 1 and given.num_chunks == "auto" and not given.recompute
+        """The most micro-batches of a batch; 1 on one stage, unless `num_chunks` says more."""
+        is_whole = self.num_stages == 1 and self.given.num_chunks == "auto"
         return 1 if is_whole else self.num_chunks
 
     def measures(self, num_layers: int) -> bool:

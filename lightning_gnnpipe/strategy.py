@@ -62,9 +62,10 @@ class GNNPipeStrategy(PipelineHooks):
             "auto" (default) takes 1 on one stage. On several it takes the fastest number of 1 to 16
             per stage, by the costs measured to balance stages, or the least within 5 % of it; a
             resumed run keeps it. Where nothing is measured it takes 4 per stage: for batches, with
-            `recompute`, and in `Trainer(deterministic=True)`. On one stage `recompute`, and options
-            of chunks such as `partition` or `history_dtype`, make as many chunks as on several.
-            For batches of many graphs: micro-batches, at most one for each graph with nodes.
+            `recompute`, and in `Trainer(deterministic=True)`. Options that act on chunks alone,
+            such as `partition` or `history_dtype`, make as many on one stage too: training is
+            approximate then. For batches of many graphs: micro-batches, at most one for each graph
+            with nodes.
         partition: Assigns nodes to chunks: "metis", "kaminpar" (a package to install: less time
             and memory), "random", "contiguous", or an integer tensor `[num_nodes]` with the chunk
             of each node.
@@ -78,10 +79,10 @@ class GNNPipeStrategy(PipelineHooks):
             "drift" (default): their last embeddings, moved by the mean change of those that have
             run. "constant": their last embeddings. "gnnpipe", as in the paper: their embeddings in
             a snapshot that is renewed every 23 steps.
-            Stale embeddings get no gradient. To make up for it, fresh embeddings of other chunks
-            get theirs twice: always with "gnnpipe", never with "constant". With "drift" in layers
-            whose messages are no weighted sum, such as attention, and in all layers if more than
-            70 % of the edges lie between chunks.
+            Stale embeddings get no gradient. With "gnnpipe" the gradients of fresh embeddings of
+            other chunks count twice instead. With "drift" they do so in layers whose messages are
+            no weighted sum, such as attention, and in all layers if more than 70 % of the edges lie
+            between chunks. With "constant" they never do.
         pipelined_module: Name of the submodule to pipeline, or of a method such as "net.encode".
             None: the smallest submodule that holds all message passing.
         balance: Assigns layers to stages: "measured" (by a few timed passes), "uniform", or the
@@ -141,7 +142,7 @@ class GNNPipeStrategy(PipelineHooks):
         precision_plugin: Dtypes of computation.
 
     Raises:
-        ConfigError: If an option cannot be right, or was removed.
+        ConfigError: If an option is invalid, or no longer exists.
 
     Examples:
         >>> import lightning as L
@@ -216,7 +217,11 @@ class GNNPipeStrategy(PipelineHooks):
         return self._host.controls
 
     def collect_stats(self) -> PipelineStats:
-        """Return bytes, bubble share and timeline of the last training step; call on every rank."""
+        """Return bytes, bubble share and timeline of the last training step; call on every rank.
+
+        Returns:
+            A `PipelineStats`.
+        """
         return self.engine.last_step.stats()
 
     def collect_staleness(self) -> dict[int, Staleness]:
@@ -224,6 +229,9 @@ class GNNPipeStrategy(PipelineHooks):
 
         The step must be recorded: a `StalenessMonitor` does that, or
         `controls.records_staleness = True` before the step.
+
+        Returns:
+            A `Staleness` by layer.
         """
         return self.engine.last_step.staleness()
 
@@ -265,6 +273,9 @@ class GNNPipeStrategy(PipelineHooks):
                 cores compute.
             memory_gib: Memory of a device, in GiB, that a layout must fit into; None for the
                 strategy's.
+
+        Returns:
+            A `PipelinePlan`; `plan.best` is the layout to take.
 
         Raises:
             ConfigError: If ``training_step`` cannot run outside of a Trainer.

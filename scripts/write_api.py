@@ -18,7 +18,7 @@ PAGES = Path(__file__).parent.parent / "docs" / "api"
 _BLOCK = re.compile(r"<!-- api (###)? ?([\w.]+)([\w ]*) -->\n.*?<!-- end -->", re.DOTALL)
 _TYPE = re.compile(r"<code>(.*?)</code>")
 _LINK = re.compile(r"\[([\w.*]*)\]\(#[\w.]*\)")
-_CALL = re.compile(r"^(\w+)\(((?:[^()]|\([^()]*\)){80,})\)$", re.MULTILINE)
+_CALL = re.compile(r"^(\w+)\((?=.{80})((?:[^()]|\([^()]*\))*)\)$", re.MULTILINE)
 _COMMA = re.compile(r", (?=\*|\w+[,=]|\w+$)")
 _NEXT = ",\n    "
 _STYLE = ConfigDict(
@@ -51,9 +51,14 @@ def fill(page: str) -> str:
 def _fill_block(block: re.Match[str]) -> str:
     level, name, members = block.groups()
     style = ConfigDict(**_STYLE | {"heading_level": 3 if level else 2, "members": members.split()})
-    text = render_object_docs(_package()[name.partition(".")[2]], style)
+    shown = _package()[name.partition(".")[2]]
+    text = render_object_docs(shown, style)
     text = _LINK.sub(lambda link: link[1], text)
     text = _TYPE.sub(lambda found: f"`{found[1]}`", text)
+    if shown.is_class or shown.is_function:
+        for one in (one for one in shown.parameters if one.default is not None):
+            kind = f"- **{one.name}** (`{one.annotation}`"
+            text = text.replace(f"{kind})", f"{kind}, default `{one.default}`)")
     text = re.sub(r"(?<!`)``(?!`)", "`", text)
     text = _CALL.sub(lambda call: f"{call[1]}(\n    {_COMMA.sub(_NEXT, call[2])},\n)", text)
     text = re.sub(r"\n{3,}", "\n\n", text).strip()

@@ -30,7 +30,7 @@ class PipeCallback(Callback):
         return trainer.strategy
 
     def has_trained(self, trainer: pl.Trainer) -> bool:
-        """Whether a training step has run: not if a run resumes at the end of an epoch."""
+        """Whether a step has run in the pipeline: not if a run resumes at the end of an epoch."""
         return self.strategy(trainer).engine.last_step.record is not None
 
 

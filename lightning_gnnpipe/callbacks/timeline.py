@@ -95,7 +95,9 @@ class TimelineCallback(PipeCallback):
         if self.epoch is None and self._last_epoch is not None:
             self._write(trainer, self._last_epoch)
         elif self.png_path is None and trainer.is_global_zero and self.epoch is not None:
-            log.warning("No timeline was drawn: this run trained no step of epoch %d.", self.epoch)
+            log.warning(
+                "No timeline was drawn: no step of epoch %d ran in the pipeline.", self.epoch
+            )
 
     def _write(self, trainer: pl.Trainer, epoch: int) -> None:
         """Draw the step and send the picture to the loggers; a collective call."""

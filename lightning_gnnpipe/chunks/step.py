@@ -341,7 +341,7 @@ def run_recomputed(
         inputs = sorted({n for s in group for n in s.inputs if n in values})
         outputs = sorted({n for s in group for n in s.outputs} & needed)
         buffers = [b.clone() for s in group for b in s.module.buffers()] if chunk.is_whole else []
-        first = {"is_replay": False}
+        first = {"is_replay": False}  # of the context; the first run sets it for the second
         given = group, inputs, outputs, buffers, first, *(values[name] for name in inputs)
         with set_checkpoint_early_stop(False):
             results = checkpoint(compute, *given, use_reentrant=False, preserve_rng_state=False)

@@ -221,7 +221,7 @@ class EngineChecks:
 
 
 # Hooks of libraries only prepare weights, or record names and times.
-_LIBRARIES = "torch.", "torch_geometric.", "lightning.", "pytorch_lightning.", "lightning_gnnpipe."
+_LIBRARIES = ("torch.", "torch_geometric.", "lightning.", "pytorch_lightning.")
 
 
 def _hooked_modules(module: nn.Module) -> Iterator[str]:

@@ -79,9 +79,17 @@ def plan_pipeline(
         found = find_pipelined(module, options.pipelined_module)
     _, pipelined, method = found
     batch = _first_batch(data)
-    captured = _capture(module, PipelinedMethod(pipelined, method, lambda: True), batch)
-    if captured is None:
+    attached = PipelinedMethod(pipelined, method, lambda: True)
+    with attached.watched(module) as outside:
+        captured = _capture(module, attached, batch)
+    if captured is None and outside:
         refuse_uncalled(module, found)
+    if captured is None:
+        raise ConfigError(
+            expected=f"training_step to call {found.call}, which is planned for",
+            found="a first step that calls no message passing",
+            remedy="Plan with a training_step that begins with this call.",
+        )
     args, kwargs = captured
     call = flatten_call(pipelined, args, kwargs, partial(num_nodes, batch), method)
     vector = call.batch_vector

@@ -158,6 +158,11 @@ class Pipelined(NamedTuple):
     module: nn.Module
     method: str
 
+    @property
+    def call(self) -> str:
+        """What the LightningModule calls, such as "net.forward"."""
+        return f"{self.name}.{self.method}".lstrip(".")
+
 
 def find_pipelined(module: nn.Module, name: str | None) -> Pipelined:
     """Find what to pipeline in `module`; `name` is that of a submodule or method, if given."""
@@ -188,7 +193,7 @@ def _refuse(module: nn.Module, fact: str, own: str = "") -> NoReturn:
     lines = "".join(
         f'\n    GNNPipeStrategy(pipelined_module="{one}")' for one in names[:_NUM_SHOWN]
     )
-    advice = " Name the module or method that returns rows of nodes, not a loss, and that "
+    advice = " Name the module or method that returns embeddings or logits, not a loss, and that "
     advice = f"{advice}training_step calls:{lines}" if lines else ""
     raise UnsupportedError(f"{fact}.{advice}\n{_LAYER_BY_LAYER}")
 

@@ -88,7 +88,7 @@ class LastStep:
     def _record(self) -> PassRecord:
         if self.record is None:
             raise ConfigError(
-                expected="a finished training step",
+                expected="a finished training step that called the pipelined module",
                 found="none in this run",
                 remedy="Ask after one, while the run goes on.",
             )

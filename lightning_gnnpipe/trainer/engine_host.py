@@ -282,7 +282,8 @@ class EngineHost:
             self.controls.is_exact = True
             engine.statistics.stale.clear()  # Lightning computes them anew
         num_calls = engine.method.num_calls
-        watched = nullcontext(list[str]()) if self._is_called else engine.method.watched()
+        method = engine.method
+        watched = nullcontext(list[Any]()) if self._is_called else method.watched(module)
         with watched as outside, engine.called_by("training"):
             output = step(*args)
         self._is_called |= engine.method.num_calls > num_calls
@@ -290,9 +291,9 @@ class EngineHost:
         if outside and not self._is_called:
             refuse_uncalled(module, self._found)
         if not self._is_called:
-            name = ".".join(filter(None, (self._found.name, self._found.method)))
             self._fallbacks.tell(
-                "The first training step does not call %s, and runs without the pipeline.", name
+                "The first training step does not call %s, and runs without the pipeline.",
+                self._found.call,
             )
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor) or loss.numel() != 1:  # by manual optimization

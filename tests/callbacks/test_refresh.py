@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from lightning_gnnpipe import (
     BoundedStaleness,
     EmbeddingRefresh,
-    PipelineMonitor,
     StalenessMonitor,
     StalenessWarmup,
 )
@@ -27,7 +26,6 @@ MAKE: dict[str, Callable[[], L.Callback]] = {
     "exact": lambda: EmbeddingRefresh(2),
     "snapshot": lambda: EmbeddingRefresh(3, how="snapshot"),
     "monitor": lambda: StalenessMonitor(2),
-    "pipeline": lambda: PipelineMonitor(3),
     "bounded": lambda: BoundedStaleness(2),
 }
 

@@ -304,8 +304,10 @@ def assert_same(found: Module, plain: Module) -> None:
 
 @pytest.mark.some_cases(2)
 @pytest.mark.parametrize("name", CASES)
-def test_in_exact_mode_it_is_equal_to_plain(name: str) -> None:
+def test_in_exact_mode_it_is_equal_to_plain(name: str, caplog: pytest.LogCaptureFixture) -> None:
     assert_same(fit(name, 1)[0], fit(name, 0)[0])
+    text = "The first training step does not call encoder.forward, and runs without"
+    assert caplog.text.count(text) == (name == "the head alone first")
 
 
 @pytest.mark.some_cases(1)
@@ -324,6 +326,17 @@ def test_stages_train_as_plain(case: str) -> None:
     """Every rank runs the second method, with weights of the last stage."""
     found, plain = (weights(fit(case, *given)[0]) for given in ((1, 2), (0, 1)))
     torch.testing.assert_close(found, plain, rtol=0, atol=1e-9)
+
+
+def test_a_plan_needs_a_step_that_calls_the_network() -> None:
+    class Late(Module):
+        def training_step(self, data: Data, batch_idx: int) -> Tensor:
+            return data.x.sum()
+
+    with pytest.raises(
+        ConfigError, match=r"to call net\.forward, which is planned for \(got a first"
+    ):
+        GNNPipeStrategy().plan(fresh(lambda: Late(NetWithForward())), DATA)
 
 
 def fresh(make: Callable[[], Module]) -> Module:
