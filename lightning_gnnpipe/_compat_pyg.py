@@ -47,6 +47,15 @@ def passing_hooks(module: nn.Module) -> Iterator[Any]:
                 yield from hooks.values()
 
 
+def method_of(module: nn.Module, name: str) -> Any:
+    """Return the function of a method: of the class, but a PyG `Sequential` has one of its own.
+
+    Its class has the function of the last `Sequential` that was made.
+    """
+    own = vars(module).get(name)
+    return getattr(own, "__func__", None) or getattr(type(module), name)
+
+
 def is_generated(file: str) -> bool:
     """Whether PyG wrote a file with this name: the `propagate` of a class."""
     return file.startswith("torch_geometric.") or "_propagate_" in file

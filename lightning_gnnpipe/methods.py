@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import MessagePassing, Sequential
 
+from lightning_gnnpipe._compat_pyg import method_of
 from lightning_gnnpipe._compat_torch import pytree
 from lightning_gnnpipe.calls import Call, ChangedGraph, Inputs, classify
 from lightning_gnnpipe.errors import UnsupportedError
@@ -37,7 +38,8 @@ class PipelinedMethod:
 
     def attach(self, run: Run) -> None:
         """Replace the method by `run`, which gets its arguments and its name."""
-        if self.name in vars(self.module):
+        self._before = vars(self.module).get(self.name)
+        if self._before is not None and not isinstance(self.module, Sequential):
             raise UnsupportedError(
                 f"'{self.name}' is set on an instance of {type(self.module).__name__}, whose class "
                 "is traced.\nWrite it in the class, or in a subclass."
@@ -48,11 +50,14 @@ class PipelinedMethod:
     def detach(self) -> None:
         """Restore the module's own method."""
         vars(self.module).pop(self.name, None)
+        if self._before is not None:
+            vars(self.module)[self.name] = self._before
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a call of the method."""
         self.num_calls += 1
-        self._end_watch()
+        if self._hooks:
+            self._end_watch()
         if not self._is_pipelined():
             return self.own()(*args, **kwargs)
         return _with_changes(self._run(args, kwargs, self.name), args, kwargs)
@@ -81,7 +86,7 @@ class PipelinedMethod:
 
     def own(self) -> MethodType:
         """Return the module's own method."""
-        return MethodType(getattr(type(self.module), self.name), self.module)
+        return MethodType(method_of(self.module, self.name), self.module)
 
 
 def _with_changes(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -107,6 +112,10 @@ class _Method:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._method.call(args, kwargs)
 
+    @property
+    def __func__(self) -> Any:
+        return getattr(self._method._before, "__func__", None)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         own = self._method.own()
         return MethodType(own.__func__, memo.get(id(own.__self__), own.__self__))
@@ -119,8 +128,8 @@ class _Method:
 def own_methods(module: nn.Module) -> Iterator[None]:
     """Let `module` run its own methods within the block."""
     attached = {name: one for name, one in vars(module).items() if isinstance(one, _Method)}
-    for name in attached:
-        del vars(module)[name]
+    for one in attached.values():
+        one._method.detach()
     try:
         yield
     finally:

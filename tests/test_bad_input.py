@@ -76,6 +76,13 @@ class Witness(L.Trainer):
         return sorted(cls.folder.glob("rank*.txt"))
 
 
+class Ragged(Module):
+    """Draws pairs without a seed, for instance: as many as the rank, and four more."""
+
+    def setup(self, stage: str) -> None:
+        self.register_buffer("extra", torch.zeros(4 + self.global_rank))
+
+
 def twice(net: Any, data: Data) -> Tensor:
     return net(data.x, data.edge_index) + net(data.x, data.edge_index)
 
@@ -105,6 +112,7 @@ CASES: dict[str, tuple[Any, ...]] = {  # the text, the module, and what is not a
         lambda: Module(SharedNorm()),
         {"balance": "uniform"},  # with one layer on a stage, the other has the norm alone
     ),
+    "weights": ("same weights and buffers on all ranks .got different shapes of 'extra'", Ragged),
     "batch": ("the same batch on every rank", Module, {"data": DIFFERENT}),
 }
 

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data
 
-from lightning_gnnpipe._compat_pyg import slices_of
+from lightning_gnnpipe._compat_pyg import method_of, slices_of
 from lightning_gnnpipe._compat_torch import pytree
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import Matrices, assemble, is_matrix
@@ -222,7 +222,7 @@ def flatten_call(
     `matrices`: remembers the parts of sparse matrices from call to call. Arguments that do not fit
     the method raise Python's own error.
     """
-    function = getattr(type(module), method)
+    function = method_of(module, method)
     signature = inspect.signature(function)
     try:
         signature.bind(module, *args, **kwargs)

@@ -88,8 +88,15 @@ def _cut(
     _return_leaves(graph)
     _put_rows_first(graph, inputs, run)
     remedy = remedy_for_weights(module, inputs)
-    given = edges if is_cut else None
-    return cut_layers(graph, module, run.values, remedy=remedy, edges=given, draws=run.draws)
+    return cut_layers(
+        graph,
+        module,
+        run.values,
+        remedy=remedy,
+        edges=edges if is_cut else None,
+        draws=run.draws,
+        edge_counts=run.sample.edge_sizes,
+    )
 
 
 def _unpack(graph: fx.Graph, run: SampleRun) -> None:

@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.models.rev_gnn import InvertibleModule
 
+from lightning_gnnpipe._compat_pyg import method_of
 from lightning_gnnpipe._compat_torch import compiled_calls, without_compile
 from lightning_gnnpipe.calls import Call
 from lightning_gnnpipe.errors import ConfigError, UnsupportedError
@@ -129,7 +130,7 @@ def _entries(module: Any) -> list[tuple[nn.Module, str]]:
 def run_listed(call: Call, module: Any, leaves: Sequence[Any], num_graphs: Any) -> Any:
     """Call the listed layers in order and return the outputs of the last one; see `Call.run`."""
     args, kwargs = call.rebuild(leaves, num_graphs)
-    bound = inspect.signature(getattr(type(module), call.method)).bind(module, *args, **kwargs)
+    bound = inspect.signature(method_of(module, call.method)).bind(module, *args, **kwargs)
     bound.apply_defaults()
     values = dict(bound.arguments)
     outputs: list[str] = []

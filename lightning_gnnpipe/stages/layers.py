@@ -113,12 +113,13 @@ def cut_layers(
     remedy: str = "",
     edges: Collection[str] | None = None,
     draws: Collection[str] = (),
+    edge_counts: Collection[int] = (),
 ) -> Layers:
     """Cut `graph` into a segment per message-passing call; calls with no cut between share one.
 
     `output_kinds`: allowed row kinds of outputs. `remedy`: replaces the default advice if violated.
     `edges`: leaves with edges of a graph that is cut into chunks; None if it is not. `draws`:
-    names of nodes that draw random numbers.
+    names of nodes that draw random numbers. `edge_counts`: numbers of edges in the sample.
     """
     nodes: Sequence[fx.Node] = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     output = next(node for node in graph.nodes if node.op == "output")
@@ -143,7 +144,7 @@ def cut_layers(
         structure = None if edges is None else find_structure(between, values, edges)
         if edges is not None:
             refuse_turned(calls, values, root)
-        refuse_mixing((n for n in nodes if n in inner), values, root, structure)
+        refuse_mixing((n for n in nodes if n in inner), values, root, structure, edge_counts)
     if end is None:
         outputs, end = _check_outputs(output, values, output_kinds, remedy), len(nodes)
     else:

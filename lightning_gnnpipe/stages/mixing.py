@@ -8,18 +8,18 @@ last layer. Behind it they may: that part, the head, runs on all rows.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch_geometric.nn import attention
 
 from lightning_gnnpipe.calls import Kind
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.passing import turn_edges
 from lightning_gnnpipe.stages.find import LAYER
-from lightning_gnnpipe.stages.shapes import is_of_shapes, line_of_node
+from lightning_gnnpipe.stages.shapes import ANSWER, is_of_shapes, line_of_node
 from lightning_gnnpipe.stages.values import SIZES, TURNED, Value
 from lightning_gnnpipe.user_code import at
 
@@ -52,6 +52,11 @@ _SOME = (
     "Write h = torch.where(mask.unsqueeze(-1), new, h), with a mask of all nodes; take rows behind "
     "the last message-passing layer, and shuffle them in training_step."
 )
+_PLACES = (
+    "Forward computes '{}' with numbers of nodes, or with places of edges{}.\n"
+    "A chunk numbers its own nodes, and edges are sorted by the node in which they end.\n"
+    "Make a mask of nodes or edges in training_step, and pass it to forward as an argument."
+)
 _TURNED = (
     "Layer '{}' reads edges against their direction, with features of edges{}.\n"
     "A chunk has the features of edges that end in its nodes.\n"
@@ -83,6 +88,10 @@ _OF_SEQUENCES = (
     *(nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder),
     *(nn.TransformerDecoderLayer, nn.TransformerDecoder, nn.RNNBase),
 )
+# Functions of numbers and a constant, or another tensor.
+_OF_NUMBERS = {"lt", "le", "gt", "ge", "eq", "ne", "isin", "clamp", "clamp_min", "clamp_max"}
+_OF_NUMBERS |= {"add", "sub", "mul", "mod", "remainder", "fmod", "floordiv", "floor_divide"}
+_OF_NUMBERS |= {"iadd", "isub", "imul", "truediv", "div", "bucketize", "searchsorted"}
 # Functions of edges that need the edges of all nodes.
 _OF_EDGES = ("gcn_norm", "get_laplacian", "to_undirected", "to_torch_csr_tensor", "to_edge_index")
 
@@ -106,12 +115,16 @@ def refuse_mixing(
     values: Mapping[str, Value],
     root: nn.Module,
     structure: Collection[fx.Node] | None,
+    edge_counts: Collection[int],
 ) -> None:
     """Raise `UnsupportedError` for the first of `nodes`, no layers, that mixes rows of nodes.
 
     `structure`: see `find_structure`; None if the graph is one chunk, which has all rows.
+    `edge_counts`: numbers of edges in the sample.
     """
     for node in nodes:
+        if _takes_places(node, edge_counts) or _reads_numbers(node, structure, edge_counts):
+            raise UnsupportedError(_PLACES.format(_name_of(node), at(line_of_node(node))))
         words = _PRODUCT if not is_of_shapes(node) and multiplies(node, values) else None
         if words is None and structure is not None and not is_of_shapes(node):
             by_hand = _RESULT if _name_of(node) in _OF_EDGES else _BY_HAND
@@ -196,6 +209,46 @@ def _names_rows(key: Any, values: Mapping[str, Value]) -> bool:
     if isinstance(first, fx.Node):  # else its size shows
         return is_of_shapes(first) and first.name in values
     return type((first.stop or first.start) if isinstance(first, slice) else first) is int
+
+
+def _takes_places(node: fx.Node, edge_counts: Collection[int]) -> bool:
+    """Whether `node` takes edges by constant places, as in edge_index[:, :300]."""
+    if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
+        return False
+    sizes: Sequence[int] = node.args[0].meta.get(SIZES, ())
+    keys = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    num_keys, place = sum(one is not None and one is not ... for one in keys), 0
+    for one in keys:
+        if one is ...:
+            place += len(sizes) - num_keys
+        elif one is not None:
+            parts = (one.start, one.stop, one.step) if isinstance(one, slice) else (one,)
+            is_constant = any(type(part) is int for part in parts)
+            if is_constant and place < len(sizes) and sizes[place] in edge_counts:
+                return True
+            place += 1
+    return False
+
+
+def _reads_numbers(
+    node: fx.Node, structure: Collection[fx.Node] | None, edge_counts: Collection[int]
+) -> bool:
+    """Whether `node` compares numbers of nodes, or `arange` of rows, with something else."""
+
+    def is_number(one: Any) -> bool:
+        if not isinstance(one, fx.Node):
+            return False
+        if structure is not None and one in structure:
+            return True
+        value = one.meta[ANSWER].value if is_of_shapes(one) else None  # arange, with 1 dimension
+        if not isinstance(value, Tensor) or value.dim() != 1 or bool((value == value[:1]).all()):
+            return False
+        return structure is not None or len(value) in edge_counts
+
+    operands = (*node.args, *node.kwargs.values())
+    given = [one for one in operands if one is not None]
+    numbers = [is_number(one) for one in given]
+    return _name_of(node).strip("_") in _OF_NUMBERS and any(numbers) and not all(numbers)
 
 
 def _reads_by_edges(

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from keyword import iskeyword
 from operator import attrgetter
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from torch_geometric.nn import (
     RGCNConv,
 )
 
+from lightning_gnnpipe._compat_pyg import method_of
 from lightning_gnnpipe._compat_torch import search_in, tracing_compiled
 from lightning_gnnpipe.calls import Call, DataView
 from lightning_gnnpipe.errors import UnsupportedError
@@ -62,6 +64,29 @@ _POOLS = (_nn.global_add_pool, _nn.global_max_pool, _nn.global_mean_pool)
 _SEARCHED = (_nn, _nn.pool, _nn.pool.glob, _utils)
 
 
+@contextmanager
+def _keeping_buffers(module: nn.Module) -> Iterator[None]:
+    """Refuse a trace that assigns to a buffer, such as a count of steps, and restore it."""
+    held = [(one, *item) for one in module.modules() for item in one.named_buffers(recurse=False)]
+    try:
+        yield
+    finally:
+        kept = [one for one in held if isinstance(getattr(one[0], one[1]), fx.Proxy)]
+        for owner, name, buffer in kept:
+            setattr(owner, name, buffer)
+        if kept:
+            raise _refuse_kept(name for _, name, _ in kept)
+
+
+def _refuse_kept(names: Iterable[str]) -> UnsupportedError:
+    return UnsupportedError(
+        expected="forward to return what it computes",
+        found=f"values kept on the module: {', '.join(names)}",
+        remedy="Return tensors, in a tuple or a dict, and use them in training_step. "
+        "Count in hooks such as on_train_batch_start.",
+    )
+
+
 def trace(
     module: nn.Module,
     call: Call,
@@ -76,6 +101,13 @@ def trace(
     values of all nodes.
     `is_grad_enabled`: autograd mode of the user's call.
     """
+    for name, _ in module.named_modules():
+        if any(map(iskeyword, name.split("."))):  # torch.fx writes Python: self.layers.in
+            raise UnsupportedError(
+                expected="names of submodules that Python allows in code",
+                found=f"'{name}', which holds a keyword",
+                remedy="Rename it: 'in' to 'in_', for instance.",
+            )
     numbers = random_states(), own_random_states(module)
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     with (
@@ -83,6 +115,7 @@ def trace(
         refusing_progress(module, lambda: run.is_running),
         torch.set_grad_enabled(is_grad_enabled),
         restored_on_errors(module) as before,
+        _keeping_buffers(module),
     ):
         stack.callback(restore_buffers, module, buffers)
         graph = _trace_once(module, call, run)
@@ -92,12 +125,7 @@ def trace(
             graph = _trace_once(module, call, run)
             changed = first.changed()
         if changed:
-            raise UnsupportedError(
-                expected="forward to return what it computes",
-                found=f"values kept on the module: {', '.join(changed)}",
-                remedy="Return tensors, in a tuple or a dict, and use them in training_step. "
-                "Count in hooks such as on_train_batch_start.",
-            )
+            raise _refuse_kept(changed)
         if numbers != (random_states(), own_random_states(module)):
             raise UnsupportedError(
                 expected=f"the {_name_of(module, call)} to compute the same in every call",
@@ -358,7 +386,7 @@ class Tracer(_Outline):
         names = [f"leaf_{i}" for i in range(len(self._call.leaves))]
         names += [NUM_GRAPHS] if self._call.has_graphs else []
         given = [self.create_proxy("placeholder", name, (), {}) for name in names]
-        return type(self.root).forward, [self.root, *given]
+        return method_of(self.root, "forward"), [self.root, *given]
 
 
 def is_named_random(node: fx.Node, root: nn.Module | None = None) -> bool:

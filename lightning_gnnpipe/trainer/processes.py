@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import itertools
 import logging
 import os
 import random
@@ -221,15 +222,24 @@ class Processes:
         return backend
 
     def share_weights(self, module: nn.Module) -> None:
-        """Copy rank 0's weights and buffers to all ranks; sparse ones must be equal."""
-        self.everyone.broadcast_all((*module.parameters(), *module.buffers()), 0)
-        sparse = [one for one in module.buffers() if one.layout is not torch.strided]
-        if sparse and len({n for [n] in self.everyone.meet("compare", [_fingerprint(sparse)])}) > 1:
+        """Copy rank 0's weights and buffers to all ranks; shapes and sparse ones must be equal."""
+        if not self.has_peers:
+            return
+        named = [*module.named_parameters(), *module.named_buffers()]
+        sparse = [one for _, one in named if one.layout is not torch.strided]
+        shapes = [(name, tuple(one.shape), one.dtype) for name, one in named]
+        own = [zlib.crc32(repr(shapes).encode()), _fingerprint(sparse)]
+        if len(set(map(tuple, self.everyone.meet("compare weights", own)))) > 1:
+            ranks = self.everyone.all_gather_objects(shapes)
+            odd = [
+                one[0] for one in itertools.chain(*ranks) if not all(one in own for own in ranks)
+            ]
             raise ConfigError(
-                expected="sparse buffers to be the same on all ranks",
-                found="different ones",
-                remedy="Call lightning.seed_everything(...) before they are drawn.",
+                expected="the same weights and buffers on all ranks",
+                found=f"different shapes of '{odd[0]}'" if odd else "different sparse buffers",
+                remedy="Call lightning.seed_everything(...) before the module is made.",
             )
+        self.everyone.broadcast_all((one for _, one in named), 0)
 
     def share_start(self, module: nn.Module) -> int:
         """Copy rank 0's weights and random states to all ranks; return the seed of the run."""

@@ -239,7 +239,7 @@ def test_the_number_of_chunks_that_is_given_or_needed_is_not_chosen() -> None:
     assert run(num_chunks=3).count_chunks(N) == 3
     assert run(partition=torch.arange(N) % 7).count_chunks(N) == 7
     alone = [RunOptions(StrategyOptions(**one), 1) for one in ({}, {"recompute": True})]
-    assert [one.count_chunks(N) for one in alone] == [1, 4]
+    assert [one.count_chunks(N) for one in alone] == [1, 1]
     assert [one.num_chunks for one in alone] == [4, 4]  # micro-batches
     assert not RunOptions(StrategyOptions(recompute=True), 2).measures_chunks(L)
     fresh = RunOptions(StrategyOptions(), 2)

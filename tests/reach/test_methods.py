@@ -328,6 +328,32 @@ def test_stages_train_as_plain(case: str) -> None:
     torch.testing.assert_close(found, plain, rtol=0, atol=1e-9)
 
 
+def test_a_sequential_of_pyg_keeps_a_forward_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyG writes one for each instance; that of the class belongs to the last one made."""
+
+    class InOrder(Nodes):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = [(gnn.GCNConv(D, H), "x, e -> x"), nn.ReLU(), (gnn.GCNConv(H, H), "x, e -> x")]
+            self.net = gnn.Sequential("x, e", layers)
+            vars(self.net)["forward"] = self.net.forward
+
+        def _rows(self, data: Data) -> Tensor:
+            return self.net(data.x, data.edge_index)
+
+        def loss(self, data: Data) -> Tensor:
+            return self._rows(data).square().mean()
+
+    made = fresh(InOrder)
+
+    def of_another(*args: Any) -> Tensor:
+        raise AssertionError("the forward of another Sequential")
+
+    monkeypatch.setattr(gnn.Sequential, "forward", of_another)
+    found, plain = (fit(lambda: copy.deepcopy(made), number)[0] for number in (1, 0))
+    assert_same(found, plain)
+
+
 def test_a_plan_needs_a_step_that_calls_the_network() -> None:
     class Late(Module):
         def training_step(self, data: Data, batch_idx: int) -> Tensor:

@@ -241,6 +241,57 @@ def test_messages_by_hand(name: str) -> None:
     assert_refused(Net(between, SumsByHand()), words)
 
 
+PLACES: dict[str, tuple[Between, str, bool]] = {
+    "getitem": (
+        lambda net, x, e: net.convs[2](x, e[:, : e.size(1)]) + net.convs[2](x, e[:, :400]),
+        "",
+        True,
+    ),
+    "last": (lambda net, x, e: net.convs[2](x, e.t()[..., :400, :].t()), "getitem", True),
+    "lt": (lambda net, x, e: net.convs[2](x, e, (torch.arange(e.size(1)) < 400).to(x)), "", True),
+    "ge": (lambda net, x, e: net.convs[2](x, e[:, e[0] >= 400]), "", False),
+    "clamp": (lambda net, x, e: net.convs[2](x, e.clamp(max=400)), "", False),
+    "mod": (lambda net, x, e: net.convs[2](x, e % 400), "", False),
+    "gt": (lambda net, x, e: x * (torch.arange(x.size(0)) > 400).to(x).view(-1, 1), "", False),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_numbers_of_nodes_and_places_of_edges(name: str) -> None:
+    """Of a graph of millions of nodes: the small sample of it has no such numbers."""
+    between, word, is_of_edges = PLACES[name]
+    words = f"Forward computes '{word or name}' with numbers of nodes, or with places of edges"
+    assert_refused(Net(between), words)
+    if is_of_edges:  # they are sorted in one chunk too
+        assert_refused(Net(between), words, num_chunks=1)
+
+
+def test_edges_are_compared_with_each_other() -> None:
+    def between(net: Any, x: Tensor, e: Tensor) -> Tensor:
+        return net.convs[2](x, e[:, e[0] != e[1]])
+
+    engine = one_process_engine(Net(between), partition=torch.arange(N) % 3)
+    engine.forward((GRAPH.x, GRAPH.edge_index), {})
+
+
+class Counts(Net):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x, edge_index)
+
+
+def test_a_buffer_that_forward_assigns_is_named_and_restored() -> None:
+    net = Counts(lambda net, x, e: x)
+    before = net.count
+    assert_refused(net, r"values kept on the module: count", num_chunks=1)
+    assert net.count is before
+
+
+def test_a_name_that_python_keeps_for_itself() -> None:
+    net = Net(lambda net, x, e: x, nn.ModuleDict({"in": nn.Identity()}))
+    assert_refused(net, r"names of submodules .* \(got 'part.in', which holds a keyword\)")
+
+
 class ReadsSources(gnn.MessagePassing):
     """Its forward reads rows of sources before it propagates."""
 
