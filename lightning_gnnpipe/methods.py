@@ -38,20 +38,20 @@ class PipelinedMethod:
 
     def attach(self, run: Run) -> None:
         """Replace the method by `run`, which gets its arguments and its name."""
-        self._before = vars(self.module).get(self.name)
-        if self._before is not None and not isinstance(self.module, Sequential):
+        before = vars(self.module).get(self.name)
+        if before is not None and not isinstance(self.module, Sequential):
             raise UnsupportedError(
                 f"'{self.name}' is set on an instance of {type(self.module).__name__}, whose class "
                 "is traced.\nWrite it in the class, or in a subclass."
             )
         self._run = run
-        vars(self.module)[self.name] = _Method(self)
+        vars(self.module)[self.name] = _Method(self, before)
 
     def detach(self) -> None:
         """Restore the module's own method."""
-        vars(self.module).pop(self.name, None)
-        if self._before is not None:
-            vars(self.module)[self.name] = self._before
+        found = vars(self.module).pop(self.name, None)
+        if isinstance(found, _Method) and found.before is not None:
+            vars(self.module)[self.name] = found.before
 
     def call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a call of the method."""
@@ -106,15 +106,12 @@ def _with_changes(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 class _Method:
     """Takes the place of a method; copies of the module get the module's own method."""
 
-    def __init__(self, method: PipelinedMethod) -> None:
-        self._method = method
+    def __init__(self, method: PipelinedMethod, before: MethodType | None) -> None:
+        self._method, self.before = method, before
+        self.__func__ = None if before is None else before.__func__  # see `method_of`
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._method.call(args, kwargs)
-
-    @property
-    def __func__(self) -> Any:
-        return getattr(self._method._before, "__func__", None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         own = self._method.own()
@@ -128,8 +125,10 @@ class _Method:
 def own_methods(module: nn.Module) -> Iterator[None]:
     """Let `module` run its own methods within the block."""
     attached = {name: one for name, one in vars(module).items() if isinstance(one, _Method)}
-    for one in attached.values():
-        one._method.detach()
+    for name, one in attached.items():
+        del vars(module)[name]
+        if one.before is not None:
+            vars(module)[name] = one.before
     try:
         yield
     finally:

@@ -111,7 +111,8 @@ class Step:
     def forward(self) -> list[Tensor]:
         """Run the forward phase; return the outputs on all ranks, `[num_rows, *]` in user order."""
         spec = self.spec
-        outputs = [self._empty(spec.inputs.num_places(one), one) for one in spec.outputs]
+        numbers = map(spec.inputs.num_places, spec.outputs)
+        outputs = list(map(self._empty, numbers, spec.outputs))
         for chunk, received in self._receive("forward", spec.order):
             with self._timed("forward", chunk.index):
                 for name, tensor in zip(self._stage.received, received, strict=True):
