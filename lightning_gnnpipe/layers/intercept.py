@@ -209,8 +209,11 @@ def _wrap(
                 "its nodes.\nBuild two layers in __init__, one of them with flow="
                 "'target_to_source', and leave self.flow as it is."
             )
-        call = next(context.calls[name])
-        if rule is not None and not is_upstream:
+        call, odd = next(context.calls[name]), None
+        if size is not None and context.sees_all:  # such as nodes and hyperedges
+            is_odd = not {*size} <= {None, context.at.chunk.num_nodes}
+            odd = tuple(size) if is_odd else None
+        if rule is not None and not is_upstream and odd is None:
             rows = kwargs.get(ROWS)
             rows = rows[0] if isinstance(rows, tuple | list) else rows
             weight = None if rule.weight is None else kwargs.get(rule.weight)
@@ -227,7 +230,7 @@ def _wrap(
             replaced = replace_attributes(conv, narrow)
         with along, replaced:
             chunk = context.at.chunk
-            for argument in sources & kwargs.keys():
+            for argument in sources & kwargs.keys() if odd is None else ():
                 value = kwargs[argument]  # a tensor, or a (source, target) pair
                 is_pair = isinstance(value, tuple | list)
                 source, target = value if is_pair else (value, value)
@@ -238,8 +241,8 @@ def _wrap(
                     wide[argument] = (rows, target) if is_pair else rows
             context.is_passing = True
             try:
-                size = (chunk.num_nodes + chunk.num_halo, chunk.num_nodes)
-                return original(edge_index, size=size, **wide)
+                own_size = (chunk.num_nodes + chunk.num_halo, chunk.num_nodes)
+                return original(edge_index, size=odd or own_size, **wide)
             finally:
                 context.is_passing = False
 

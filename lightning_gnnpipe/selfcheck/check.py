@@ -94,7 +94,7 @@ def check_layers(
             assignment = _assign(edge_index.cpu(), num_nodes)
         plan = plan_from_assignment(edge_index.cpu(), num_nodes, assignment)
         plan = plan.with_edge_sets(edge_sizes).to(edge_index.device)
-        check = _Check(module, layers, small, words=_OF_WHOLE if is_whole else _OF_CHUNKS)
+        check = _Check(module, layers, small, words=_OF_CHUNKS if on_chunks else _OF_WHOLE)
         if call.held:  # forward reads them itself, so it does not run on a part of the graph
             is_large = inputs.num_nodes + sum(inputs.edge_sizes) > _MOST_ROWS
             with torch.no_grad():

@@ -205,6 +205,25 @@ def test_one_chunk_takes_matrices_made_in_forward_and_weights_set_in_inference_m
         torch.testing.assert_close(out, net(GRAPH.x, GRAPH.edge_index))
 
 
+class Pools(gnn.MessagePassing):
+    """Sends to four places of its own, and adds their mean."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        edges = torch.stack([edge_index[0], edge_index[1] % 4])
+        return x + self.propagate(edges, x=(x, None), size=(x.size(0), 4)).mean(0)
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j
+
+
+@pytest.mark.parametrize("make", [Pools, lambda: gnn.HypergraphConv(W, W)])
+def test_one_chunk_takes_messages_to_what_is_no_node(make: Callable[[], nn.Module]) -> None:
+    net = Net(lambda net, x, e: net.part(x, e), make())
+    engine = one_process_engine(net, partition=torch.zeros(N, dtype=torch.long))
+    out = engine.forward((GRAPH.x, GRAPH.edge_index), {})
+    torch.testing.assert_close(out, net(GRAPH.x, GRAPH.edge_index))
+
+
 class SumsByHand(nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return x + scatter(x[edge_index[0]], edge_index[1], 0, dim_size=x.size(0))
