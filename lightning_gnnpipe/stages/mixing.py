@@ -123,7 +123,7 @@ def refuse_mixing(
     `edge_counts`: numbers of edges in the sample.
     """
     for node in nodes:
-        if _takes_places(node, edge_counts) or _reads_numbers(node, structure, edge_counts):
+        if _takes_places(node, values, edge_counts) or _reads_numbers(node, structure, edge_counts):
             raise UnsupportedError(_PLACES.format(_name_of(node), at(line_of_node(node))))
         words = _PRODUCT if not is_of_shapes(node) and multiplies(node, values) else None
         if words is None and structure is not None and not is_of_shapes(node):
@@ -211,11 +211,14 @@ def _names_rows(key: Any, values: Mapping[str, Value]) -> bool:
     return type((first.stop or first.start) if isinstance(first, slice) else first) is int
 
 
-def _takes_places(node: fx.Node, edge_counts: Collection[int]) -> bool:
+def _takes_places(node: fx.Node, values: Mapping[str, Value], edge_counts: Collection[int]) -> bool:
     """Whether `node` takes edges by constant places, as in edge_index[:, :300]."""
     if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
         return False
     sizes: Sequence[int] = node.args[0].meta.get(SIZES, ())
+    value = values.get(node.args[0].name)
+    if value is not None and value.row_kind is not None:
+        sizes = sizes[:1] if value.kind is Kind.EDGE else ()  # other dimensions are channels
     keys = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     num_keys, place = sum(one is not None and one is not ... for one in keys), 0
     for one in keys:

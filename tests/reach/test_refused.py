@@ -285,6 +285,15 @@ def test_numbers_of_nodes_and_places_of_edges(name: str) -> None:
         assert_refused(Net(between), words, num_chunks=1)
 
 
+@pytest.mark.parametrize("width", range(38, 43))
+def test_channels_as_many_as_the_sample_has_edges_are_taken(width: int) -> None:
+    def between(net: Any, x: Tensor, e: Tensor) -> Tensor:
+        return F.pad(x, (0, width - W))[:, :W]
+
+    engine = one_process_engine(Net(between), partition=torch.arange(N) % 3)
+    engine.forward((GRAPH.x, GRAPH.edge_index), {})
+
+
 def test_edges_are_compared_with_each_other() -> None:
     def between(net: Any, x: Tensor, e: Tensor) -> Tensor:
         return net.convs[2](x, e[:, e[0] != e[1]])
