@@ -59,13 +59,13 @@ class GNNPipeStrategy(PipelineHooks):
         data_parallel: Replicas of the pipeline, R, for batches of graphs. They train on different
             batches and average their gradients, as in DDP. There are R x S x G processes.
         num_chunks: Chunks of the graph, K. With 1 training is exact, and stages do not overlap.
-            "auto" (default) takes 1 on one stage. On several it takes the fastest number of 1 to 16
-            per stage, by the costs measured to balance stages, or the least within 5 % of it; a
-            resumed run keeps it. Where nothing is measured it takes 4 per stage: for batches, with
-            `recompute`, and in `Trainer(deterministic=True)`. Options that act on chunks alone,
-            such as `partition` or `history_dtype`, make as many on one stage too: training is
-            approximate then. For batches of many graphs: micro-batches, at most one for each graph
-            with nodes.
+            "auto" (default) takes 1 on one stage. On several it takes the least number, of 1 to 16
+            per stage, whose measured time is within 5 % of the best; a resumed run keeps it. Where
+            nothing is measured it takes 4 per stage: for batches, with `recompute`, and in
+            `Trainer(deterministic=True)`. For batches of many graphs: micro-batches, at most one
+            for each graph with nodes.
+            Options that act on chunks alone, such as `partition` or `history_dtype`, make "auto"
+            take as many on one stage: training on one device is approximate then.
         partition: Assigns nodes to chunks: "metis", "kaminpar" (a package to install: less time
             and memory), "random", "contiguous", or an integer tensor `[num_nodes]` with the chunk
             of each node.
@@ -123,13 +123,14 @@ class GNNPipeStrategy(PipelineHooks):
         exact_in_chunks: False: exact passes (evaluation, first and warm-up steps) run on the whole
             graph at once. True: they run layer by layer over the chunks, in less memory and 1.3 to
             4 times the time: the same numbers, but for which values dropout drops. On one stage all
-            training steps are exact then. Graphs that the chunks do not fit are evaluated at once.
+            training steps are exact then. Graphs of other sizes are evaluated at once.
             Not with shards, nor with `cross_chunk_edges="drop"`.
         memory_gib: GiB that a process may take, beside Python and its libraries. Fit predicts its
             peak and, until it fits, chooses num_chunks, recompute, history_dtype="bfloat16" and
             exact_in_chunks, unless they are given; it refuses what would not fit. None (default):
-            no limit. On CPUs freed memory then goes back at once, for up to twice the time. Without
-            effect on batches of graphs; refused for shards, which `plan(memory_gib=...)` compares.
+            no limit. On CPUs it gives freed memory back at once; steps may take twice as long.
+            Without effect on batches of graphs; refused for shards, which `plan(memory_gib=...)`
+            compares.
         self_check: Compare the module in chunks with the whole module on a small graph before
             training, forward and backward, and refuse it where they differ.
         timeout: Longest wait for another rank before the run ends, a `timedelta`.
@@ -146,12 +147,12 @@ class GNNPipeStrategy(PipelineHooks):
 
     Examples:
         >>> import lightning as L
-        >>> from lightning_gnnpipe import GNNPipeStrategy, StalenessWarmup
+        >>> from lightning_gnnpipe import EmbeddingRefresh, GNNPipeStrategy, StalenessWarmup
         >>> trainer = L.Trainer(
         ...     accelerator="cpu",
         ...     devices=2,
         ...     strategy=GNNPipeStrategy(num_chunks=8),
-        ...     callbacks=[StalenessWarmup(num_epochs=5)],
+        ...     callbacks=[StalenessWarmup(num_epochs=5), EmbeddingRefresh(every_n_epochs=1)],
         ... )
     """
 
@@ -267,8 +268,8 @@ class GNNPipeStrategy(PipelineHooks):
             num_shards: Shards, G, of each stage; None for the strategy's ``graph_parallel``. Not
                 with ``num_devices``.
             num_devices: Devices to assign to stages and shards, instead of ``num_stages``.
-            link_gbit_per_s: Gbit/s between machines, each way. None: all devices are in this
-                machine, with 10 Gbit/s, on CPUs 1 between shards, and share its cores.
+            link_gbit_per_s: Gbit/s between machines, each way. None: all devices share this
+                machine and its cores; 10 Gbit/s are assumed, on CPUs 1 between shards.
             message_us: Microseconds of a message of any size; None for 1,400, gloo's while all
                 cores compute.
             memory_gib: Memory of a device, in GiB, that a layout must fit into; None for the

@@ -55,14 +55,25 @@ def _fill_block(block: re.Match[str]) -> str:
     text = render_object_docs(shown, style)
     text = _LINK.sub(lambda link: link[1], text)
     text = _TYPE.sub(lambda found: f"`{found[1]}`", text)
-    if shown.is_class or shown.is_function:
-        for one in (one for one in shown.parameters if one.default is not None):
-            kind = f"- **{one.name}** (`{one.annotation}`"
-            text = text.replace(f"{kind})", f"{kind}, default `{one.default}`)")
+    parts = re.split(r"^(?=#+ `)", text, flags=re.MULTILINE)  # the object's, and of each member
+    names = (part.partition("`")[2].partition("`")[0] for part in parts)
+    found = (shown.members.get(name, shown) for name in names)
+    text = "".join(map(_add_defaults, parts, found))
     text = re.sub(r"(?<!`)``(?!`)", "`", text)
     text = _CALL.sub(lambda call: f"{call[1]}(\n    {_COMMA.sub(_NEXT, call[2])},\n)", text)
     text = re.sub(r"\n{3,}", "\n\n", text).strip()
     return f"{block[0].splitlines()[0]}\n\n{text}\n\n<!-- end -->"
+
+
+def _add_defaults(text: str, shown: Object) -> str:
+    """Write the defaults of a class or function into the list of its parameters."""
+    known = {one.name: one.default for one in getattr(shown, "parameters", ())}
+
+    def add(found: re.Match[str]) -> str:
+        default = known.get(found[2])
+        return f"{found[1]}, default `{default}`)" if default is not None else found[0]
+
+    return re.sub(r"^(- \*\*(\w+)\*\* \(`[^`\n]*`)\)", add, text, flags=re.MULTILINE)
 
 
 @cache
