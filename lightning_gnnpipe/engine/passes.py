@@ -336,10 +336,9 @@ class RunningStatistics:
     def replaced(self, graph: PlannedGraph, layers: Layers) -> Iterator[None]:
         """Let one exact pass over `graph`, within the block, replace the statistics.
 
-        A norm that is called several times in a pass has several statistics, so it is skipped. One
-        that is never called has none from pipelined steps.
+        A norm that is called several times in a pass has several statistics, so it is skipped.
         """
-        names = {name for name in self.stale if layers.num_calls(name) <= 1}
+        names = {name for name in self.stale if layers.num_calls(name) == 1}
         graph.reading.replaced = names
         try:
             yield

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -201,7 +202,7 @@ def _wrap(
 
     def run(edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
         if is_propagate and conv.decomposed_layers > 1:
-            return _in_pieces(conv, run, edge_index, sources, kwargs)
+            return _in_pieces(conv, partial(run, size=size), edge_index, sources, kwargs)
         is_upstream = conv.flow != "source_to_target"
         if is_upstream and (context.at.is_reverse or not context.sees_all):  # unlike in `_direct`
             raise UnsupportedError(
@@ -211,8 +212,8 @@ def _wrap(
             )
         call, odd = next(context.calls[name]), None
         if size is not None and context.sees_all:  # such as nodes and hyperedges
-            is_odd = not {*size} <= {None, context.at.chunk.num_nodes}
-            odd = tuple(size) if is_odd else None
+            sizes = tuple([one if one is None else int(one) for one in size])
+            odd = None if {*sizes} <= {None, context.at.chunk.num_nodes} else sizes
         if rule is not None and not is_upstream and odd is None:
             rows = kwargs.get(ROWS)
             rows = rows[0] if isinstance(rows, tuple | list) else rows

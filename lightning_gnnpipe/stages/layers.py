@@ -144,7 +144,12 @@ def cut_layers(
         structure = None if edges is None else find_structure(between, values, edges)
         if edges is not None:
             refuse_turned(calls, values, root)
-        refuse_mixing((n for n in nodes if n in inner), values, root, structure, edge_counts)
+        drawn = set[fx.Node]()
+        for node in graph.nodes:
+            if node.name in draws or not drawn.isdisjoint(node.all_input_nodes):
+                drawn.add(node)
+        between = [n for n in nodes if n in inner]
+        refuse_mixing(between, values, root, structure, edge_counts, drawn)
     if end is None:
         outputs, end = _check_outputs(output, values, output_kinds, remedy), len(nodes)
     else:

@@ -91,7 +91,13 @@ _OF_SEQUENCES = (
 # Functions of numbers and a constant, or another tensor.
 _OF_NUMBERS = {"lt", "le", "gt", "ge", "eq", "ne", "isin", "clamp", "clamp_min", "clamp_max"}
 _OF_NUMBERS |= {"add", "sub", "mul", "mod", "remainder", "fmod", "floordiv", "floor_divide"}
-_OF_NUMBERS |= {"iadd", "isub", "imul", "truediv", "div", "bucketize", "searchsorted"}
+_OF_NUMBERS |= {"iadd", "isub", "imul", "truediv", "div", "bucketize", "searchsorted", "and"}
+_OF_NUMBERS |= {"rshift", "lshift", "minimum", "maximum", "pow"}
+_COMPARED = {"lt", "le", "gt", "ge", "eq", "ne"}
+_CASTS = {"float", "double", "half", "to", "type", "type_as", "long", "int"}
+_NEW = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
+# Functions that take a part along a dimension: the place of that dimension among arguments.
+_PARTS_ALONG = {"split": 2, "split_with_sizes": 2, "tensor_split": 2, "narrow": 1}
 # Functions of edges that need the edges of all nodes.
 _OF_EDGES = ("gcn_norm", "get_laplacian", "to_undirected", "to_torch_csr_tensor", "to_edge_index")
 
@@ -102,8 +108,11 @@ def find_structure(
     """Return the nodes that hold numbers of nodes: the leaves `edges`, parts of them, matrices."""
     found: set[fx.Node] = set()
     for node in nodes:
+        if _name_of(node) in _NEW or _is_beside_edges(node):
+            continue
         value = values.get(node.name)
         is_integer = value is None or value.dtype in (torch.int64, torch.int32)
+        is_integer |= _name_of(node) in _CASTS
         is_made = not is_of_shapes(node) and not found.isdisjoint(node.all_input_nodes)
         if node.name in edges or (is_made and is_integer):
             found.add(node)
@@ -116,14 +125,16 @@ def refuse_mixing(
     root: nn.Module,
     structure: Collection[fx.Node] | None,
     edge_counts: Collection[int],
+    drawn: Collection[fx.Node],
 ) -> None:
     """Raise `UnsupportedError` for the first of `nodes`, no layers, that mixes rows of nodes.
 
     `structure`: see `find_structure`; None if the graph is one chunk, which has all rows.
-    `edge_counts`: numbers of edges in the sample.
+    `edge_counts`: numbers of edges in the sample. `drawn`: what depends on random numbers.
     """
     for node in nodes:
-        if _takes_places(node, values, edge_counts) or _reads_numbers(node, structure, edge_counts):
+        is_place = _takes_places(node, values, edge_counts)
+        if is_place or _reads_numbers(node, structure, edge_counts, drawn):
             raise UnsupportedError(_PLACES.format(_name_of(node), at(line_of_node(node))))
         words = _PRODUCT if not is_of_shapes(node) and multiplies(node, values) else None
         if words is None and structure is not None and not is_of_shapes(node):
@@ -211,14 +222,31 @@ def _names_rows(key: Any, values: Mapping[str, Value]) -> bool:
     return type((first.stop or first.start) if isinstance(first, slice) else first) is int
 
 
+def _is_beside_edges(node: fx.Node) -> bool:
+    """Whether `node` is what a function of PyG returns beside edges, such as their types."""
+    if node.target is not operator.getitem or node.args[1] == 0:
+        return False
+    made = getattr(node.args[0], "target", None)
+    return str(getattr(made, "__module__", "")).startswith("torch_geometric.")
+
+
 def _takes_places(node: fx.Node, values: Mapping[str, Value], edge_counts: Collection[int]) -> bool:
     """Whether `node` takes edges by constant places, as in edge_index[:, :300]."""
-    if node.target is not operator.getitem or not isinstance(node.args[0], fx.Node):
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
         return False
-    sizes: Sequence[int] = node.args[0].meta.get(SIZES, ())
-    value = values.get(node.args[0].name)
-    if value is not None and value.row_kind is not None:
-        sizes = sizes[:1] if value.kind is Kind.EDGE else ()  # other dimensions are channels
+    sizes: Sequence[int] = source.meta.get(SIZES, ())
+    value = values.get(source.name)
+    is_of_rows = value is not None and value.row_kind is not None
+    of_edges = {place for place, size in enumerate(sizes) if size in edge_counts}
+    if is_of_rows:  # other dimensions are channels
+        of_edges &= {0} if value is not None and value.kind is Kind.EDGE else set()
+    if _name_of(node) in _PARTS_ALONG:
+        place = _PARTS_ALONG[_name_of(node)]
+        dim = node.kwargs.get("dim", node.args[place] if len(node.args) > place else 0)
+        return bool(sizes) and type(dim) is int and dim % len(sizes) in of_edges
+    if node.target is not operator.getitem:
+        return False
     keys = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     num_keys, place = sum(one is not None and one is not ... for one in keys), 0
     for one in keys:
@@ -226,32 +254,42 @@ def _takes_places(node: fx.Node, values: Mapping[str, Value], edge_counts: Colle
             place += len(sizes) - num_keys
         elif one is not None:
             parts = (one.start, one.stop, one.step) if isinstance(one, slice) else (one,)
-            is_constant = any(type(part) is int for part in parts)
-            if is_constant and place < len(sizes) and sizes[place] in edge_counts:
+            if place in of_edges and any(type(part) is int for part in parts):
                 return True
             place += 1
     return False
 
 
 def _reads_numbers(
-    node: fx.Node, structure: Collection[fx.Node] | None, edge_counts: Collection[int]
+    node: fx.Node,
+    structure: Collection[fx.Node] | None,
+    edge_counts: Collection[int],
+    drawn: Collection[fx.Node],
 ) -> bool:
-    """Whether `node` compares numbers of nodes, or `arange` of rows, with something else."""
+    """Whether `node` computes with numbers of nodes, or `arange` of rows, and something else."""
+    name = _name_of(node).strip("_")
+    if name not in _OF_NUMBERS:
+        return False
 
     def is_number(one: Any) -> bool:
         if not isinstance(one, fx.Node):
             return False
         if structure is not None and one in structure:
             return True
-        value = one.meta[ANSWER].value if is_of_shapes(one) else None  # arange, with 1 dimension
-        if not isinstance(value, Tensor) or value.dim() != 1 or bool((value == value[:1]).all()):
+        answer = one.meta[ANSWER] if is_of_shapes(one) and one not in drawn else None
+        if answer is None or not answer.is_of_rows or not isinstance(answer.value, Tensor):
             return False
-        return structure is not None or len(value) in edge_counts
+        flat = answer.value.flatten()  # arange, perhaps of another shape
+        is_of_edges = not {*edge_counts}.isdisjoint(answer.value.shape)
+        return bool((flat != flat[:1]).any()) and (structure is not None or is_of_edges)
 
-    operands = (*node.args, *node.kwargs.values())
-    given = [one for one in operands if one is not None]
-    numbers = [is_number(one) for one in given]
-    return _name_of(node).strip("_") in _OF_NUMBERS and any(numbers) and not all(numbers)
+    given = [one for one in (*node.args, *node.kwargs.values()) if one is not None]
+    constants = [one for one in given if type(one) is int]
+    is_sign = name in _COMPARED and len(constants) == 1 and len(given) == 2
+    if is_sign and (constants[0] < 0 or (constants[0] == 0 and name in ("ge", "lt"))):
+        return False  # padding, as in edge_index[1] != -1
+    numbers = list(map(is_number, given))
+    return any(numbers) and not all(numbers)
 
 
 def _reads_by_edges(

@@ -101,13 +101,6 @@ def trace(
     values of all nodes.
     `is_grad_enabled`: autograd mode of the user's call.
     """
-    for name, _ in module.named_modules():
-        if any(map(iskeyword, name.split("."))):  # torch.fx writes Python: self.layers.in
-            raise UnsupportedError(
-                expected="names of submodules that Python allows in code",
-                found=f"'{name}', which holds a keyword",
-                remedy="Rename it: 'in' to 'in_', for instance.",
-            )
     numbers = random_states(), own_random_states(module)
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     with (
@@ -119,6 +112,14 @@ def trace(
     ):
         stack.callback(restore_buffers, module, buffers)
         graph = _trace_once(module, call, run)
+        for node in graph.nodes:
+            path = str(node.target).split(".") if node.op in ("call_module", "get_attr") else ()
+            if any(map(iskeyword, path)):  # torch.fx writes Python: self.layers.in
+                raise UnsupportedError(
+                    expected="names of submodules and weights that Python allows in code",
+                    found=f"'{strip_root(str(node.target))}', which holds a keyword",
+                    remedy="Rename it: 'in' to 'in_', for instance.",
+                )
         changed = before.changed()
         if changed and not holds_proxy(changed):  # it may compute them once
             first = Snapshot(module)

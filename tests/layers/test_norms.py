@@ -294,18 +294,6 @@ def test_validation_leaves_norms_that_are_frozen_later_or_called_twice() -> None
     assert_same(steps.buffers(), before)
 
 
-def test_a_norm_that_forward_never_calls_is_not_stale() -> None:
-    class One(Stack):
-        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            return self.second(self.conv(self.lin(x), edge_index))
-
-    steps = Steps(One(MAKE["batch"]).double())
-    for number in range(2):
-        steps.run(number)
-    steps.evaluate()
-    assert steps.engine.run_state().stale_norms == ()
-
-
 def test_running_statistics_that_nothing_has_replaced_are_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

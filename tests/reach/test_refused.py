@@ -11,7 +11,13 @@ import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor, nn
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
-from torch_geometric.utils import get_laplacian, scatter, to_torch_csr_tensor, to_undirected
+from torch_geometric.utils import (
+    get_laplacian,
+    remove_self_loops,
+    scatter,
+    to_torch_csr_tensor,
+    to_undirected,
+)
 
 from lightning_gnnpipe.errors import UnsupportedError
 from lightning_gnnpipe.layers import check_support
@@ -272,6 +278,11 @@ PLACES: dict[str, tuple[Between, str, bool]] = {
     "clamp": (lambda net, x, e: net.convs[2](x, e.clamp(max=400)), "", False),
     "mod": (lambda net, x, e: net.convs[2](x, e % 400), "", False),
     "gt": (lambda net, x, e: x * (torch.arange(x.size(0)) > 400).to(x).view(-1, 1), "", False),
+    "le": (lambda net, x, e: x * (torch.arange(x.size(0))[:, None] <= 400).to(x), "", False),
+    "cast": (lambda net, x, e: net.convs[2](x, e, (e[0].double() < 400).double()), "lt", False),
+    "rshift": (lambda net, x, e: net.convs[2](x, e >> 9), "", False),
+    "split": (lambda net, x, e: net.convs[2](x, e.split(400, 1)[0]), "", True),
+    "narrow": (lambda net, x, e: net.convs[2](x, e.narrow(1, 0, 2)), "", True),
 }
 
 
@@ -285,21 +296,33 @@ def test_numbers_of_nodes_and_places_of_edges(name: str) -> None:
         assert_refused(Net(between), words, num_chunks=1)
 
 
-@pytest.mark.parametrize("width", range(38, 43))
-def test_channels_as_many_as_the_sample_has_edges_are_taken(width: int) -> None:
-    def between(net: Any, x: Tensor, e: Tensor) -> Tensor:
-        return F.pad(x, (0, width - W))[:, :W]
-
-    engine = one_process_engine(Net(between), partition=torch.arange(N) % 3)
-    engine.forward((GRAPH.x, GRAPH.edge_index), {})
+def typed(net: Any, x: Tensor, e: Tensor) -> Tensor:
+    edges, kinds = remove_self_loops(e, (e[0] != e[1]).long())
+    return net.convs[2](x, edges[:, kinds == 1])
 
 
-def test_edges_are_compared_with_each_other() -> None:
-    def between(net: Any, x: Tensor, e: Tensor) -> Tensor:
-        return net.convs[2](x, e[:, e[0] != e[1]])
+ALLOWED: dict[str, Between] = {
+    "ends": lambda net, x, e: net.convs[2](x, e[:, e[0] != e[1]]),
+    "padding": lambda net, x, e: net.convs[2](x, e[:, (e[1] != -1) & (e >= 0).all(0)]),
+    "types": typed,
+    "random": lambda net, x, e: net.convs[2](x, e, (torch.rand(e.size(1)) >= 0).double()),
+    "draws": lambda net, x, e: x * (torch.rand(x.size(0)) >= 0).to(x).view(-1, 1),
+    "halves": lambda net, x, e: torch.cat([-x[..., W // 2 :], x[..., : W // 2]], -1) + x[..., :1],
+    "heads": lambda net, x, e: x.view(-1, 2, W // 2)[..., 0, :].repeat(1, 2),
+    "frequencies": lambda net, x, e: x * (torch.arange(W, device=x.device) * 0.1).cos(),
+    "constants": lambda net, x, e: torch.tensor([0.5] * 4 + [1.0] * 4, device=x.device) * x,
+    **{
+        f"{width} channels": lambda net, x, e, width=width: F.pad(x, (0, width - W))[:, :W]
+        for width in range(38, 43)  # the sample has 40 edges
+    },
+}
 
-    engine = one_process_engine(Net(between), partition=torch.arange(N) % 3)
-    engine.forward((GRAPH.x, GRAPH.edge_index), {})
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_does_not_depend_on_numbers_of_nodes_is_taken(name: str) -> None:
+    for num_chunks in (1, 3):
+        engine = one_process_engine(Net(ALLOWED[name]), partition=torch.arange(N) % num_chunks)
+        engine.forward((GRAPH.x, GRAPH.edge_index), {})
 
 
 class Counts(Net):
@@ -316,7 +339,7 @@ def test_a_buffer_that_forward_assigns_is_named_and_restored() -> None:
 
 
 def test_a_name_that_python_keeps_for_itself() -> None:
-    net = Net(lambda net, x, e: x, nn.ModuleDict({"in": nn.Identity()}))
+    net = Net(lambda net, x, e: net.part["in"](x), nn.ModuleDict({"in": nn.Linear(W, W)}))
     assert_refused(net, r"names of submodules .* \(got 'part.in', which holds a keyword\)")
 
 
