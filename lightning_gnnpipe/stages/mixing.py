@@ -286,7 +286,7 @@ def _reads_numbers(
     given = [one for one in (*node.args, *node.kwargs.values()) if one is not None]
     constants = [one for one in given if type(one) is int]
     is_sign = name in _COMPARED and len(constants) == 1 and len(given) == 2
-    if is_sign and (constants[0] < 0 or (constants[0] == 0 and name in ("ge", "lt"))):
+    if is_sign and (constants[0] == -1 or (constants[0] == 0 and name in ("ge", "lt"))):
         return False  # padding, as in edge_index[1] != -1
     numbers = list(map(is_number, given))
     return any(numbers) and not all(numbers)

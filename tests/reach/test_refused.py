@@ -280,6 +280,7 @@ PLACES: dict[str, tuple[Between, str, bool]] = {
     "gt": (lambda net, x, e: x * (torch.arange(x.size(0)) > 400).to(x).view(-1, 1), "", False),
     "le": (lambda net, x, e: x * (torch.arange(x.size(0))[:, None] <= 400).to(x), "", False),
     "cast": (lambda net, x, e: net.convs[2](x, e, (e[0].double() < 400).double()), "lt", False),
+    "sub": (lambda net, x, e: net.convs[2](x, e[:, e[0] - e[1] > -400]), "gt", False),
     "rshift": (lambda net, x, e: net.convs[2](x, e >> 9), "", False),
     "split": (lambda net, x, e: net.convs[2](x, e.split(400, 1)[0]), "", True),
     "narrow": (lambda net, x, e: net.convs[2](x, e.narrow(1, 0, 2)), "", True),
