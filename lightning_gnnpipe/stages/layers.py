@@ -26,6 +26,7 @@ from lightning_gnnpipe.stages.mixing import (
     find_structure,
     multiplies,
     orders,
+    refuse_indices,
     refuse_mixing,
     refuse_turned,
 )
@@ -148,8 +149,9 @@ def cut_layers(
         for node in graph.nodes:
             if node.name in draws or not drawn.isdisjoint(node.all_input_nodes):
                 drawn.add(node)
-        between = [n for n in nodes if n in inner]
-        refuse_mixing(between, values, root, structure, edge_counts, drawn)
+        inside = [n for n in nodes if n in inner]
+        refuse_indices(inside, values, structure, edge_counts, drawn)
+        refuse_mixing(inside, values, root, structure)
     if end is None:
         outputs, end = _check_outputs(output, values, output_kinds, remedy), len(nodes)
     else:

@@ -8,7 +8,7 @@ last layer. Behind it they may: that part, the head, runs on all rows.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,9 +52,9 @@ _SOME = (
     "Write h = torch.where(mask.unsqueeze(-1), new, h), with a mask of all nodes; take rows behind "
     "the last message-passing layer, and shuffle them in training_step."
 )
-_PLACES = (
-    "Forward computes '{}' with numbers of nodes, or with places of edges{}.\n"
-    "A chunk numbers its own nodes, and edges are sorted by the node in which they end.\n"
+_INDICES = (
+    "Forward computes '{}' with indices of nodes, or with positions of edges{}.\n"
+    "A chunk has indices of its own, and edges are sorted by target.\n"
     "Make a mask of nodes or edges in training_step, and pass it to forward as an argument."
 )
 _TURNED = (
@@ -88,16 +88,16 @@ _OF_SEQUENCES = (
     *(nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder),
     *(nn.TransformerDecoderLayer, nn.TransformerDecoder, nn.RNNBase),
 )
-# Functions of numbers and a constant, or another tensor.
-_OF_NUMBERS = {"lt", "le", "gt", "ge", "eq", "ne", "isin", "clamp", "clamp_min", "clamp_max"}
-_OF_NUMBERS |= {"add", "sub", "mul", "mod", "remainder", "fmod", "floordiv", "floor_divide"}
-_OF_NUMBERS |= {"iadd", "isub", "imul", "truediv", "div", "bucketize", "searchsorted", "and"}
-_OF_NUMBERS |= {"rshift", "lshift", "minimum", "maximum", "pow"}
+# Functions of indices and a constant, or another tensor.
+_OF_INDICES = {"lt", "le", "gt", "ge", "eq", "ne", "isin", "clamp", "clamp_min", "clamp_max"}
+_OF_INDICES |= {"add", "sub", "mul", "mod", "remainder", "fmod", "floordiv", "floor_divide"}
+_OF_INDICES |= {"iadd", "isub", "imul", "truediv", "div", "bucketize", "searchsorted", "and"}
+_OF_INDICES |= {"rshift", "lshift", "minimum", "maximum", "pow"}
 _COMPARED = {"lt", "le", "gt", "ge", "eq", "ne"}
 _CASTS = {"float", "double", "half", "to", "type", "type_as", "long", "int"}
 _NEW = ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 # Functions that take a part along a dimension: the place of that dimension among arguments.
-_PARTS_ALONG = {"split": 2, "split_with_sizes": 2, "tensor_split": 2, "narrow": 1}
+_TAKE_ALONG = {"split": 2, "split_with_sizes": 2, "tensor_split": 2, "narrow": 1}
 # Functions of edges that need the edges of all nodes.
 _OF_EDGES = ("gcn_norm", "get_laplacian", "to_undirected", "to_torch_csr_tensor", "to_edge_index")
 
@@ -124,18 +124,12 @@ def refuse_mixing(
     values: Mapping[str, Value],
     root: nn.Module,
     structure: Collection[fx.Node] | None,
-    edge_counts: Collection[int],
-    drawn: Collection[fx.Node],
 ) -> None:
     """Raise `UnsupportedError` for the first of `nodes`, no layers, that mixes rows of nodes.
 
     `structure`: see `find_structure`; None if the graph is one chunk, which has all rows.
-    `edge_counts`: numbers of edges in the sample. `drawn`: what depends on random numbers.
     """
     for node in nodes:
-        is_place = _takes_places(node, values, edge_counts)
-        if is_place or _reads_numbers(node, structure, edge_counts, drawn):
-            raise UnsupportedError(_PLACES.format(_name_of(node), at(line_of_node(node))))
         words = _PRODUCT if not is_of_shapes(node) and multiplies(node, values) else None
         if words is None and structure is not None and not is_of_shapes(node):
             by_hand = _RESULT if _name_of(node) in _OF_EDGES else _BY_HAND
@@ -145,6 +139,25 @@ def refuse_mixing(
             words = (_SOME if names_rows else _SUM) if words is None and mixes else words
         if words is not None:
             raise UnsupportedError(words.format(_name_of(node), at(line_of_node(node))))
+
+
+def refuse_indices(
+    nodes: Iterable[fx.Node],
+    values: Mapping[str, Value],
+    structure: Collection[fx.Node] | None,
+    edge_counts: Collection[int],
+    drawn: Collection[fx.Node],
+) -> None:
+    """Raise `UnsupportedError` for the first of `nodes` that depends on how rows are numbered.
+
+    A small sample does not show it: there, each edge comes before position 300, for instance.
+    `structure`: see `refuse_mixing`. `edge_counts`: numbers of edges in the sample. `drawn`: what
+    depends on random numbers.
+    """
+    for node in nodes:
+        is_position = _takes_positions(node, values, edge_counts)
+        if is_position or _reads_indices(node, structure, edge_counts, drawn):
+            raise UnsupportedError(_INDICES.format(_name_of(node), at(line_of_node(node))))
 
 
 def turn_leaves(graph: fx.Graph, edges: Collection[str]) -> None:
@@ -230,48 +243,50 @@ def _is_beside_edges(node: fx.Node) -> bool:
     return str(getattr(made, "__module__", "")).startswith("torch_geometric.")
 
 
-def _takes_places(node: fx.Node, values: Mapping[str, Value], edge_counts: Collection[int]) -> bool:
-    """Whether `node` takes edges by constant places, as in edge_index[:, :300]."""
+def _takes_positions(
+    node: fx.Node, values: Mapping[str, Value], edge_counts: Collection[int]
+) -> bool:
+    """Whether `node` takes edges by constant positions, as in edge_index[:, :300]."""
     source = node.args[0] if node.args else None
     if not isinstance(source, fx.Node):
         return False
     sizes: Sequence[int] = source.meta.get(SIZES, ())
-    value = values.get(source.name)
-    is_of_rows = value is not None and value.row_kind is not None
     of_edges = {place for place, size in enumerate(sizes) if size in edge_counts}
-    if is_of_rows:  # other dimensions are channels
-        of_edges &= {0} if value is not None and value.kind is Kind.EDGE else set()
-    if _name_of(node) in _PARTS_ALONG:
-        place = _PARTS_ALONG[_name_of(node)]
-        dim = node.kwargs.get("dim", node.args[place] if len(node.args) > place else 0)
-        return bool(sizes) and type(dim) is int and dim % len(sizes) in of_edges
-    if node.target is not operator.getitem:
+    value = values.get(source.name)
+    if value is not None and value.row_kind is not None:  # other dimensions are channels
+        of_edges &= {0} if value.kind is Kind.EDGE else set()
+    if node.target is operator.getitem:
+        return not of_edges.isdisjoint(_constant_dims(node.args[1], len(sizes)))
+    place = _TAKE_ALONG.get(_name_of(node))
+    if place is None or not sizes:
         return False
-    keys = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    num_keys, place = sum(one is not None and one is not ... for one in keys), 0
+    dim = node.kwargs.get("dim", node.args[place] if len(node.args) > place else 0)
+    return type(dim) is int and dim % len(sizes) in of_edges
+
+
+def _constant_dims(key: Any, num_dims: int) -> Iterator[int]:
+    """Yield the dimensions that an index takes constant positions of."""
+    keys = key if isinstance(key, tuple) else (key,)
+    dim, num_keys = 0, sum(one is not None and one is not ... for one in keys)
     for one in keys:
-        if one is ...:
-            place += len(sizes) - num_keys
-        elif one is not None:
-            parts = (one.start, one.stop, one.step) if isinstance(one, slice) else (one,)
-            if place in of_edges and any(type(part) is int for part in parts):
-                return True
-            place += 1
-    return False
+        parts = (one.start, one.stop, one.step) if isinstance(one, slice) else (one,)
+        if any(type(part) is int for part in parts):
+            yield dim
+        dim += num_dims - num_keys if one is ... else one is not None
 
 
-def _reads_numbers(
+def _reads_indices(
     node: fx.Node,
     structure: Collection[fx.Node] | None,
     edge_counts: Collection[int],
     drawn: Collection[fx.Node],
 ) -> bool:
-    """Whether `node` computes with numbers of nodes, or `arange` of rows, and something else."""
+    """Whether `node` computes with indices of nodes, or `arange` of rows, and something else."""
     name = _name_of(node).strip("_")
-    if name not in _OF_NUMBERS:
+    if name not in _OF_INDICES:
         return False
 
-    def is_number(one: Any) -> bool:
+    def is_index(one: Any) -> bool:
         if not isinstance(one, fx.Node):
             return False
         if structure is not None and one in structure:
@@ -288,8 +303,8 @@ def _reads_numbers(
     is_sign = name in _COMPARED and len(constants) == 1 and len(given) == 2
     if is_sign and (constants[0] == -1 or (constants[0] == 0 and name in ("ge", "lt"))):
         return False  # padding, as in edge_index[1] != -1
-    numbers = list(map(is_number, given))
-    return any(numbers) and not all(numbers)
+    indices = list(map(is_index, given))
+    return any(indices) and not all(indices)
 
 
 def _reads_by_edges(

@@ -231,12 +231,13 @@ class Processes:
         own = [zlib.crc32(repr(shapes).encode()), _fingerprint(sparse)]
         if len(set(map(tuple, self.everyone.meet("compare weights", own)))) > 1:
             ranks = self.everyone.all_gather_objects(shapes)
-            odd = [
-                one[0] for one in itertools.chain(*ranks) if not all(one in own for own in ranks)
-            ]
+            known = itertools.chain(*ranks)
+            odd = [one[0] for one in known if not all(one in rank for rank in ranks)]
             raise ConfigError(
                 expected="the same weights and buffers on all ranks",
-                found=f"different shapes of '{odd[0]}'" if odd else "different sparse buffers",
+                found=f"different shapes of '{odd[0]}'"
+                if odd
+                else "another order, or sparse buffers that differ",
                 remedy="Call lightning.seed_everything(...) before the module is made.",
             )
         self.everyone.broadcast_all((one for _, one in named), 0)

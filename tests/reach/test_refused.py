@@ -266,7 +266,7 @@ def test_messages_by_hand(name: str) -> None:
     assert_refused(Net(between, SumsByHand()), words)
 
 
-PLACES: dict[str, tuple[Between, str, bool]] = {
+INDICES: dict[str, tuple[Between, str, bool]] = {
     "getitem": (
         lambda net, x, e: net.convs[2](x, e[:, : e.size(1)]) + net.convs[2](x, e[:, :400]),
         "",
@@ -287,11 +287,11 @@ PLACES: dict[str, tuple[Between, str, bool]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_numbers_of_nodes_and_places_of_edges(name: str) -> None:
+@pytest.mark.parametrize("name", INDICES)
+def test_indices_of_nodes_and_positions_of_edges(name: str) -> None:
     """Of a graph of millions of nodes: the small sample of it has no such numbers."""
-    between, word, is_of_edges = PLACES[name]
-    words = f"Forward computes '{word or name}' with numbers of nodes, or with places of edges"
+    between, word, is_of_edges = INDICES[name]
+    words = f"Forward computes '{word or name}' with indices of nodes, or with positions of edges"
     assert_refused(Net(between), words)
     if is_of_edges:  # they are sorted in one chunk too
         assert_refused(Net(between), words, num_chunks=1)
@@ -320,7 +320,7 @@ ALLOWED: dict[str, Between] = {
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_what_does_not_depend_on_numbers_of_nodes_is_taken(name: str) -> None:
+def test_what_does_not_depend_on_indices_of_nodes_is_taken(name: str) -> None:
     for num_chunks in (1, 3):
         engine = one_process_engine(Net(ALLOWED[name]), partition=torch.arange(N) % num_chunks)
         engine.forward((GRAPH.x, GRAPH.edge_index), {})
