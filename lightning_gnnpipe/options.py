@@ -33,7 +33,6 @@ from lightning_gnnpipe.types import (
     CHUNKS_PER_STAGE,
     Balance,
     CodecOption,
-    CrossChunkEdges,
     DtypeName,
     Partition,
     PartitionMethod,
@@ -46,7 +45,6 @@ from lightning_gnnpipe.types import (
 _CHOICES: dict[str, tuple[str, ...]] = {
     "partition": get_args(PartitionMethod),
     "balance": ("measured", "uniform"),
-    "cross_chunk_edges": get_args(CrossChunkEdges),
     "start_method": get_args(StartMethod),
     "staleness": get_args(StalenessName),
     "history_dtype": get_args(DtypeName),
@@ -57,7 +55,7 @@ _OTHER_VALUES: dict[str, Any] = {
     "balance": (list, tuple),
     "history_dtype": (torch.dtype, type(None)),
 }
-_OF_CHUNKS = ("partition", "cross_chunk_edges", "cuda_graphs", "exact_in_chunks", "table_folder")
+_OF_CHUNKS = ("partition", "cuda_graphs", "exact_in_chunks", "table_folder")
 _OF_ROWS = ("staleness", "history_dtype", "history_device")
 # What `memory_gib` may set, by its price: seconds, rounding, seconds of exact passes.
 SAVERS: dict[str, Any] = {
@@ -77,7 +75,6 @@ class StrategyOptions:
     num_chunks: int | Literal["auto"] = "auto"
     partition: Partition = "metis"
     plan_folder: str | Path | None = None
-    cross_chunk_edges: CrossChunkEdges = "keep"
     staleness: StalenessName = "drift"
     pipelined_module: str | None = None
     balance: Balance = "measured"
@@ -197,17 +194,14 @@ class StrategyOptions:
             why, use = "every step is exact, so nothing is stale", "leave out exact_in_chunks"
             self._refuse_given((*_OF_ROWS, "cuda_graphs"), setting, why, use)
 
-        for name in filter(self._is_given, ("graph_parallel", "cross_chunk_edges")):
+        if self.graph_parallel > 1:
+            setting = f"graph_parallel={self.graph_parallel}"
             if self.exact_in_chunks:
-                setting = f"{name}={getattr(self, name)!r}"
                 _refuse(
                     f"'exact_in_chunks' to be left out with {setting}",
                     True,
-                    "It needs the whole graph, with all edges, on each stage. Leave it out, or "
-                    f"{name}.",
+                    "It needs the whole graph on each stage. Leave it out, or graph_parallel.",
                 )
-        if self.graph_parallel > 1:
-            setting = f"graph_parallel={self.graph_parallel}"
             why, use = "memory of shards is only planned, by `gnnpipe plan`", "use more stages"
             self._refuse_given(("memory_gib",), setting, why, use)
         uncaptured = ("recompute", "graph_parallel", "history_device", "table_folder")

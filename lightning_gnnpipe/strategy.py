@@ -25,7 +25,6 @@ from lightning_gnnpipe.trainer.hooks import PipelineHooks
 from lightning_gnnpipe.types import (
     Balance,
     CodecOption,
-    CrossChunkEdges,
     DtypeName,
     Partition,
     RepeatOption,
@@ -44,7 +43,7 @@ class GNNPipeStrategy(PipelineHooks):
     Most runs set `num_chunks` at most. All options, by what they are for:
 
     - devices: `num_stages`, `graph_parallel`, `data_parallel`, `balance`, `pipelined_module`
-    - chunks: `num_chunks`, `partition`, `plan_folder`, `cross_chunk_edges`, `staleness`
+    - chunks: `num_chunks`, `partition`, `plan_folder`, `staleness`
     - what is sent: `halo_codec`, `cut_codec`, `async_halo`, `repeat_encoder`, `weights`
     - memory: `memory_gib`, `recompute`, `history_dtype`, `history_device`, `table_folder`,
       `exact_in_chunks`
@@ -72,9 +71,6 @@ class GNNPipeStrategy(PipelineHooks):
         plan_folder: Keeps partitions by the content of the graph, so that later runs on it start
             without METIS. Over 4 GiB the least recently used go. Several runs may share the folder.
             None: not kept.
-        cross_chunk_edges: "keep" is the method of the paper. "drop" trains without the edges
-            between chunks, in warm-up epochs as well: nothing is stale, and only norms over all
-            nodes keep histories. Validation, test and predict use all edges.
         staleness: What to read of neighbours in other chunks that have not run in this step.
             "drift" (default): their last embeddings, moved by the mean change of those that have
             run. "constant": their last embeddings. "gnnpipe", as in the paper: their embeddings in
@@ -124,7 +120,7 @@ class GNNPipeStrategy(PipelineHooks):
             graph at once. True: they run layer by layer over the chunks, in less memory and 1.3 to
             4 times the time: the same numbers, but for which values dropout drops. On one stage all
             training steps are exact then. Graphs of other sizes are evaluated at once.
-            Not with shards, nor with `cross_chunk_edges="drop"`.
+            Not with shards.
         memory_gib: GiB that a process may take, beside Python and its libraries. Fit predicts its
             peak and, until it fits, chooses num_chunks, recompute, history_dtype="bfloat16" and
             exact_in_chunks, unless they are given; it refuses what would not fit. None (default):
@@ -166,7 +162,6 @@ class GNNPipeStrategy(PipelineHooks):
         num_chunks: int | Literal["auto"] = "auto",
         partition: Partition = "metis",
         plan_folder: str | Path | None = None,
-        cross_chunk_edges: CrossChunkEdges = "keep",
         staleness: StalenessName = "drift",
         pipelined_module: str | None = None,
         balance: Balance = "measured",

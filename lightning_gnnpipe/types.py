@@ -31,7 +31,6 @@ DtypeName = Literal["bfloat16", "float16", "float32", "float64"]
 StalenessName = Literal["drift", "constant", "gnnpipe"]
 RepeatOption = bool | Literal["auto"]
 Balance = Literal["measured", "uniform"] | Sequence[int]  # or the layers of each stage
-CrossChunkEdges = Literal["keep", "drop"]
 Phase = Literal["forward", "backward"]
 TrafficKind = Literal[
     "forward",

@@ -25,7 +25,7 @@ from lightning_gnnpipe.errors import ConfigError, GNNPipeError, UnsupportedError
 from lightning_gnnpipe.models import GCNII, NodeClassifier
 from lightning_gnnpipe.planning import PipelinePlan
 from lightning_gnnpipe.trainer import engine_host
-from lightning_gnnpipe.types import CrossChunkEdges, RepeatOption
+from lightning_gnnpipe.types import RepeatOption
 from tests.helpers.observed import make_trainer
 from tests.helpers.record import StatsRecorder
 from tests.test_bad_input import SharedNorm
@@ -79,28 +79,21 @@ class Around(NodeClassifier):
 
 @pytest.mark.some_cases(3)
 @pytest.mark.parametrize(
-    ("kind", "num_stages", "num_shards", "repeat", "edges"),
+    ("kind", "num_stages", "num_shards", "repeat"),
     [
-        (NodeClassifier, 2, 2, "auto", "keep"),
-        (NodeClassifier, 3, 1, True, "keep"),
-        (NodeClassifier, 2, 1, "auto", "drop"),
-        (NodeClassifier, 1, 2, "auto", "drop"),
-        (Around, 2, 1, False, "keep"),
-        (Around, 1, 2, False, "keep"),
-        (Around, 2, 2, True, "keep"),
+        (NodeClassifier, 2, 2, "auto"),
+        (NodeClassifier, 3, 1, True),
+        (Around, 2, 1, False),
+        (Around, 1, 2, False),
+        (Around, 2, 2, True),
     ],
 )
 def test_counts_are_those_of_a_run(
-    kind: Any,
-    num_stages: int,
-    num_shards: int,
-    repeat: RepeatOption,
-    edges: CrossChunkEdges,
-    tmp_path: Path,
+    kind: Any, num_stages: int, num_shards: int, repeat: RepeatOption, tmp_path: Path
 ) -> None:
     """One stage reads the input, or each that computes the encoder again."""
     module, data, stats = make_module(kind=kind), make_data(), StatsRecorder(tmp_path)
-    options = {"graph_parallel": num_shards, "repeat_encoder": repeat, "cross_chunk_edges": edges}
+    options = {"graph_parallel": num_shards, "repeat_encoder": repeat}
     trainer = make_trainer(num_stages * num_shards, 4, stats, max_epochs=2, strategy=options)
     plan = trainer.strategy.plan(module, data, num_stages=num_stages)
     trainer.fit(module, FullGraphDataModule(data))
@@ -109,10 +102,8 @@ def test_counts_are_those_of_a_run(
     assert plan.layout.sizes == (num_stages, num_shards, 4)
     assert plan.layer_names == tuple(f"convs.{i}" for i in range(6))
     assert sum(plan.chunk_rows) == NUM_NODES and len(plan.chunk_rows) == 4
-    lost = round(240 * plan.edge_cut_frac) if edges == "drop" else 0
-    assert sum(plan.chunk_edges) == 240 - lost
-    assert (sum(plan.halo_rows) == 0) == (edges == "drop")
-    assert plan.num_edges == 240
+    assert sum(plan.chunk_edges) == plan.num_edges == 240
+    assert sum(plan.halo_rows) > 0
     assert sum(stage.num_layers for stage in plan.layout.stages) == 6
     if kind is Around:
         copies = num_shards * (num_stages - 1) + 2 * (num_shards - 1)  # from the one that reads it
@@ -202,14 +193,6 @@ def test_memory_follows_how_histories_are_kept(options: dict[str, Any], tables: 
     assert sum(cost.history_bytes for cost in plan.layer_costs) == tables * HISTORIES // 2
 
 
-def test_no_histories_are_counted_where_edges_between_chunks_are_dropped() -> None:
-    keep, drop = (
-        plan_of(balance="uniform", cross_chunk_edges=edges, num_stages=1).layout.stages[0]
-        for edges in ("keep", "drop")
-    )
-    assert drop.memory_bytes <= keep.memory_bytes - HISTORIES // 2  # exact steps are the peak then
-
-
 def test_all_layouts_of_the_devices_are_compared() -> None:
     plan = plan_of(num_devices=8, link_gbit_per_s=1e9)
     # eight stages need more than six layers
@@ -259,9 +242,7 @@ def test_a_plain_trainer_is_a_row(factor: float) -> None:
         assert "devices=2" in near.advice[1] and near.advice[1].count("may take as long") == 1
 
 
-@pytest.mark.parametrize(
-    "options", [{"memory_gib": 8.0}, {"cross_chunk_edges": "drop"}, {"exact_in_chunks": True}]
-)
+@pytest.mark.parametrize("options", [{"memory_gib": 8.0}, {"exact_in_chunks": True}])
 def test_no_plain_trainer_is_timed_that_would_be_another(options: dict[str, Any]) -> None:
     assert plan_of(**options).by_pyg == 0.0 and "  a plain Trainer" not in str(plan_of(**options))
 

@@ -115,7 +115,6 @@ def train(data: Data | Path, num_ranks: int = 1, **strategy: Any) -> tuple[L.Lig
         (1, {}),
         (2, {}),
         (1, {"num_chunks": 1}),
-        (2, {"cross_chunk_edges": "drop"}),
         (2, {"graph_parallel": 2, "recompute": True, "history_dtype": "float64"}),
     ],
 )
@@ -246,7 +245,7 @@ def test_memory_is_predicted_without_the_files_of_a_folder(folder: Path) -> None
 
     mapped, cut_anew, held = (
         sizes(folder),
-        sizes(folder, cross_chunk_edges="drop", num_chunks=NUM_CHUNKS),
+        sizes(folder, partition="random", num_chunks=NUM_CHUNKS),
         sizes(make_graph(), num_chunks=NUM_CHUNKS),
     )
     assert (mapped.is_mapped, cut_anew.is_mapped, held.is_mapped) == (True, False, False)

@@ -74,7 +74,7 @@ def predict_peaks(
     is_cut, in_memory = num_chunks > 1, options.table_folder is None
     is_piped = is_cut and not (options.exact_in_chunks and len(stages) == 1)
     frac, share = max(node_frac, row_frac), costs.largest / num_chunks
-    row_frac *= is_piped and options.cross_chunk_edges == "keep"
+    row_frac *= is_piped
 
     def bytes_of(names: Iterable[str]) -> float:
         return node_frac * sum(sizes.values.get(name, 0) for name in names)
@@ -138,7 +138,6 @@ def edge_bytes(
     in_matrices = edges.matrices + edges.ends * num_copies + edges.results * is_cut
     if edges.matrices and is_cut:  # values of other scale and dtype, indices within chunks
         in_matrices += _VALUE * (1 + (options.histories.dtype is torch.bfloat16))
-        in_matrices += 2 * _VALUE * (options.cross_chunk_edges == "drop")
     in_plan = _PLAN + _ENDS * is_cut
     are_files = sizes.is_on_host and options.table_folder is not None
     return in_plan * (not sizes.is_mapped) + node_frac * in_matrices * (not are_files)

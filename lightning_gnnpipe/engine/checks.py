@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_gnnpipe._compat_torch import hooked_parameters, hooks_in
-from lightning_gnnpipe.calls import Call, Inputs, Kind
+from lightning_gnnpipe.calls import Call, Inputs
 from lightning_gnnpipe.comm import Transport
 from lightning_gnnpipe.engine.known_graphs import GraphCache, PlannedGraph
 from lightning_gnnpipe.errors import ConfigError, Fallbacks, UnsupportedError
@@ -187,13 +187,6 @@ class EngineChecks:
         if inputs.graphs is not None:
             self._layers_of_batches(layers, call, inputs, trains=trains)
             return
-        returned = [layers.values[name].kind for name in layers.outputs]
-        if trains and options.given.cross_chunk_edges == "drop" and Kind.EDGE in returned:
-            raise UnsupportedError(
-                expected="layers that return embeddings of nodes, with cross_chunk_edges='drop'",
-                found="values of edges, some of which are dropped",
-                remedy="Compute values of edges from the embeddings that the last layer returns.",
-            )
         if options.given.self_check:
             is_cut = self._graphs.is_cut(inputs)
             grads = trains if is_cut else torch.is_grad_enabled()  # for which forward may ask

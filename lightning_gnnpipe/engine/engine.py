@@ -76,7 +76,7 @@ class PipelineEngine:
         self.num_training_passes = 0
         self.state = PassState()
         self.contents = ContentNumbers()
-        self.identity = InputIdentity(module, self.contents, options.given.cross_chunk_edges)
+        self.identity = InputIdentity(module, self.contents)
         self._saved: SavedRun | None = None
         self.last_step = LastStep(transport)
         self.method = PipelinedMethod(module, method, self._is_pipelined)

@@ -22,7 +22,6 @@ from torch_geometric.data.data import BaseData
 
 from lightning_gnnpipe.calls import Call, Inputs, Kind
 from lightning_gnnpipe.graph import ContentNumbers, fold, tensors_in, text_fingerprint
-from lightning_gnnpipe.types import CrossChunkEdges
 
 _CALL = "call in the step"
 FLOAT = ", a float"  # end of the name of such a part
@@ -78,10 +77,8 @@ class InputKey:
 class InputIdentity:
     """Computes the `InputKey` of each call; `num_random` counts randomly drawn inputs."""
 
-    def __init__(
-        self, module: nn.Module, contents: ContentNumbers, cross_edges: CrossChunkEdges
-    ) -> None:
-        self._module, self._contents, self._cross_edges = module, contents, cross_edges
+    def __init__(self, module: nn.Module, contents: ContentNumbers) -> None:
+        self._module, self._contents = module, contents
         self._held = _ModuleTensors(module, contents)
         self._owner: nn.Module = module
         self._random_number: Callable[[], int] = int
@@ -101,7 +98,7 @@ class InputIdentity:
             f"'{name}'" + (FLOAT if isinstance(one, float) else ""): text_fingerprint(repr(one))
             for name, one in call.options.items()
         }
-        parts["option"] = text_fingerprint(repr((call.signature, self._cross_edges)))
+        parts["option"] = text_fingerprint(repr(call.signature))
         names = tuple(f"'{name}'" for name in call.names)
         leaves: list[int | None] = []
         graph = [inputs.num_nodes, *inputs.edge_sizes]

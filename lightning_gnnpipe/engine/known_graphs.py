@@ -35,7 +35,6 @@ from lightning_gnnpipe.graph import (
     StoredGraph,
     check_graph,
     edge_cut_frac,
-    edges_within,
     keep_parts,
     partition_nodes,
     plan_from_assignment,
@@ -59,9 +58,9 @@ _NUM_IDLE = 4
 class PlannedGraph:
     """One graph, or this rank's shard of it.
 
-    `cut_frac`: share of edges between chunks, 0 if dropped. `reading` serves passes that write no
-    histories. `free_tables`: of exact passes in chunks, for the next pass. `folder`: of the
-    files that hold tables and matrices; None for memory.
+    `cut_frac`: share of edges between chunks. `reading` serves passes that write no histories.
+    `free_tables`: of exact passes in chunks, for the next pass. `folder`: of the files that hold
+    tables and matrices; None for memory.
     """
 
     def __init__(
@@ -69,11 +68,9 @@ class PlannedGraph:
         plan: ChunkPlan,
         transport: Transport,
         folder: Path | None,
-        *,
-        is_complete: bool = True,
         cut_frac: float = 0.0,
     ) -> None:
-        self.plan, self.is_complete, self.cut_frac = plan, is_complete, cut_frac
+        self.plan, self.cut_frac = plan, cut_frac
         self.inputs = PlannedInputs(plan)
         store = None if plan.shard is None else SharedStore(plan, transport, keeps_rows=False)
         self.free_tables: FreeTables = {}
@@ -190,17 +187,16 @@ class GraphCache:
                 "history_dtype=%s has no room for small ones.",
                 self.histories.dtype,
             )
-        if graph.is_complete:
-            self._graphs.pop((fingerprint, False), None)
+        self._graphs.pop((fingerprint, False), None)
         return graph
 
     def for_inference(self, fingerprint: int, inputs: Inputs) -> PlannedGraph:
-        """Return the graph with all edges: the training plan if it has them.
+        """Return the training plan of the graph, if there is one.
 
         With `exact_in_chunks` a graph that these chunks do not fit is one chunk.
         """
         cut = self._graphs.get((fingerprint, True))
-        if cut is not None and cut.is_complete:
+        if cut is not None:
             return cut
         is_cut = self._options.given.exact_in_chunks and self._options.fits(inputs.num_nodes)
         return self._get(fingerprint, inputs, is_cut=is_cut)
@@ -234,51 +230,33 @@ class GraphCache:
 
     def _plan(self, fingerprint: int, inputs: Inputs, is_cut: bool) -> PlannedGraph:
         """Return the plan of the graph, or of this rank's shard."""
-        edge_index, num_nodes, kept = inputs.edge_index.cpu(), inputs.num_nodes, None
+        edge_index, num_nodes = inputs.edge_index.cpu(), inputs.num_nodes
         options, folder = self._options, self._options.given.plan_folder
         index, num_shards = self._transport.mesh.shard, self._transport.mesh.num_shards
         tables = self.histories.folder
-        is_dropping = is_cut and options.given.cross_chunk_edges == "drop"
         stored = self.find_stored(fingerprint, inputs, is_cut=is_cut)
         if stored is not None:
             plan = stored.plan.to(self._transport.world.device)
             if not is_cut or options.count_chunks(num_nodes) == 1:
                 return PlannedGraph(plan.whole, self._transport, tables)
-            return PlannedGraph(plan, self._transport, tables, cut_frac=stored.cut_frac)
+            return PlannedGraph(plan, self._transport, tables, stored.cut_frac)
         if options.stored is None or options.stored.number != fingerprint:
             check_graph(edge_index, num_nodes)
         assignment = torch.zeros(num_nodes, dtype=torch.int64)
         if is_cut:
             assignment = self._assign(fingerprint, edge_index, num_nodes)
-            if is_dropping:
-                kept = edges_within(edge_index, assignment)
-        num_edges = edge_index.size(1)
-        if kept is not None and kept.numel() == num_edges:
-            kept = None
-        if kept is not None:
-            lost = num_edges - kept.numel()
-            self._fallbacks.tell(
-                "Training leaves out %s of %s edges (%.1f %%), those between chunks, since "
-                "cross_chunk_edges='drop'. Validation, test and predict read all.",
-                f"{lost:,}",
-                f"{num_edges:,}",
-                100 * lost / num_edges,
-            )
         if num_shards == 1:
-            plan = plan_from_assignment(edge_index, num_nodes, assignment, kept=kept)
+            plan = plan_from_assignment(edge_index, num_nodes, assignment)
         else:
             split = partial(split_chunks, edge_index, assignment, num_shards)
             numbers = fingerprint, tensor_fingerprint(assignment), num_shards
             shards = self._transport.run_on_first(partial(keep_parts, folder, numbers, split))
-            plan = shard_plan(
-                edge_index, assignment, shards, index=index, num_shards=num_shards, kept=kept
-            )
+            plan = shard_plan(edge_index, assignment, shards, index=index, num_shards=num_shards)
         return PlannedGraph(
             plan.with_edge_sets(inputs.edge_sizes).to(self._transport.world.device),
             self._transport,
             tables,
-            is_complete=kept is None,
-            cut_frac=edge_cut_frac(edge_index, assignment) if kept is None else 0.0,
+            edge_cut_frac(edge_index, assignment),
         )
 
     def find_stored(
@@ -286,9 +264,8 @@ class GraphCache:
     ) -> StoredGraph | None:
         """Return the folder's plan, if it is the plan of this graph."""
         options, stored = self._options, self._options.stored
-        is_dropping = is_cut and options.given.cross_chunk_edges == "drop"
         is_sharded = self._transport.mesh.num_shards > 1
-        if stored is None or stored.number != fingerprint or is_sharded or is_dropping:
+        if stored is None or stored.number != fingerprint or is_sharded:
             return None
         is_whole = not is_cut or options.count_chunks(inputs.num_nodes) == 1
         return stored if is_whole or options.cut.partition is stored.parts else None

@@ -99,8 +99,8 @@ class SavedRun:
                 "hosts; remote storage does not keep it."
             )
         return (
-            "those that it has are of another graph, other arguments or layers, or of edges that "
-            "cross_chunk_edges='drop' leaves out. Go on with what the saved run had."
+            "those that it has are of another graph, other arguments or layers. Go on with what "
+            "the saved run had."
         )
 
     def histories(self) -> dict[int, SavedHistories]:

@@ -171,37 +171,26 @@ def shard_plan(
     *,
     index: int,
     num_shards: int,
-    kept: Tensor | None = None,  # [num_kept] edges; None for all
 ) -> ChunkPlan:
     """Return the plan of shard `index`; no shard may be empty."""
     num_chunks = int(assignment.max()) + 1
     pieces = shards * num_chunks + assignment
-    globe = _in_chunks(edge_index, pieces, num_chunks * num_shards, kept)
+    globe = _in_chunks(edge_index, pieces, num_chunks * num_shards)
     return plan_of_shard(make_shard(globe, index, num_shards))
 
 
-def plan_from_assignment(
-    edge_index: Tensor, num_nodes: int, assignment: Tensor, *, kept: Tensor | None = None
-) -> ChunkPlan:
-    """Return the plan of edges `kept` (None: all), with node `n` in chunk `assignment[n]`.
-
-    Multi-edges and self-loops are kept.
-    """
+def plan_from_assignment(edge_index: Tensor, num_nodes: int, assignment: Tensor) -> ChunkPlan:
+    """Return the plan with node `n` in chunk `assignment[n]`, multi-edges and loops included."""
     num_chunks = int(assignment.max()) + 1 if num_nodes else 0
     check_assignment(assignment, num_nodes, num_chunks)
-    return _in_chunks(edge_index, assignment, num_chunks, kept)
+    return _in_chunks(edge_index, assignment, num_chunks)
 
 
-def _in_chunks(
-    edge_index: Tensor, assignment: Tensor, num_chunks: int, kept: Tensor | None
-) -> ChunkPlan:
+def _in_chunks(edge_index: Tensor, assignment: Tensor, num_chunks: int) -> ChunkPlan:
     perm, position, ends = _in_order(assignment.to(edge_index.device).long(), num_chunks)
-    if kept is None:
-        kept = torch.arange(edge_index.size(1), device=perm.device)
-    else:
-        edge_index = edge_index[:, kept]
     source, target = position[edge_index[0].long()], position[edge_index[1].long()]
-    return _assemble(perm, source, target, kept, ends)
+    number = torch.arange(source.numel(), device=perm.device)
+    return _assemble(perm, source, target, number, ends)
 
 
 def _in_order(assignment: Tensor, num_chunks: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -37,7 +37,6 @@ from lightning_gnnpipe.graph import (
     SplitSizes,
     check_graph,
     edge_cut_frac,
-    edges_within,
     measure_split,
     partition_nodes,
     plan_from_assignment,
@@ -106,14 +105,13 @@ class Target:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cut:
-    """The graph in chunks: the chunk of each node, the edges that training reads, the plan."""
+    """The graph in chunks: the chunk of each node, the plan."""
 
     assignment: Tensor
-    edge_index: Tensor
     plan: ChunkPlan
 
     def num_rows(self, kind: Kind, edge_set: int) -> int:
-        """Return the number of nodes, or of edges in one edge set that training reads."""
+        """Return the number of nodes, or of edges in one edge set."""
         plan = self.plan
         return plan.num_nodes if kind is Kind.NODE else plan.edge_set(edge_set).num_edges
 
@@ -149,23 +147,20 @@ class Forecaster:
             is_tight=target.memory_gib is not None or self._options.exact_in_chunks,
             mapped=target.mapped,
             shares_cores=True,
-            beside_pyg=self._options.cross_chunk_edges == "keep" and not _has_caches(target.module),
+            beside_pyg=not _has_caches(target.module),
         )
 
     def _cut(self, num_chunks: int) -> _Cut:
         """Return the graph in so many chunks, cut as in training."""
         if num_chunks not in self._cuts:
-            edges, inputs, kept = self._edge_index, self._target.inputs, None
+            edges, inputs = self._edge_index, self._target.inputs
             method: Partition = self._options.partition if num_chunks > 1 else "contiguous"
             assignment = partition_nodes(
                 edges, inputs.num_nodes, num_chunks=num_chunks, method=method
             )
-            if self._options.cross_chunk_edges == "drop" and num_chunks > 1:
-                kept = edges_within(edges, assignment)
-            plan = plan_from_assignment(edges, inputs.num_nodes, assignment, kept=kept)
+            plan = plan_from_assignment(edges, inputs.num_nodes, assignment)
             plan = plan.with_edge_sets(inputs.edge_sizes).to(inputs.edge_index.device)
-            edges = edges if kept is None else edges[:, kept]
-            self._cuts[num_chunks] = _Cut(assignment, edges, plan)
+            self._cuts[num_chunks] = _Cut(assignment, plan)
         return self._cuts[num_chunks]
 
     def _choose(self, num_stages: int, num_shards: int, num_chunks: int | None = None) -> Setting:
@@ -251,7 +246,7 @@ class Forecaster:
         shards = torch.zeros_like(cut.assignment)
         if num_shards > 1:
             shards = split_chunks(self._edge_index, cut.assignment, num_shards)
-        sizes = measure_split(cut.edge_index, cut.assignment, shards, num_shards)
+        sizes = measure_split(self._edge_index, cut.assignment, shards, num_shards)
         measured = self._costs.at(num_chunks)
         device = target.inputs.edge_index.device
         ranks = ranks_at_once(device) if target.is_one_machine else math.inf

@@ -118,7 +118,7 @@ def plan_pipeline(
         run = RunOptions(options, asked[0] if asked else num_devices)
         run.open(batch.stored)
         options = run.cut
-        if options.partition is batch.stored.parts and options.cross_chunk_edges == "keep":
+        if options.partition is batch.stored.parts:
             mapped = batch.stored.places
     target = Target(
         module=pipelined,

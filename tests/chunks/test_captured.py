@@ -122,8 +122,8 @@ def test_they_ask_for_no_chunks() -> None:
     """On one stage "auto" is one exact chunk, unless an option asks for several."""
     given = {"num_chunks": "auto", "cuda_graphs": True}
     assert RunOptions(StrategyOptions(**given), num_stages=1).graph_chunks == 1
-    dropped = StrategyOptions(**given, cross_chunk_edges="drop")
-    assert RunOptions(dropped, num_stages=1).graph_chunks > 1
+    asked = StrategyOptions(**given, partition="contiguous")
+    assert RunOptions(asked, num_stages=1).graph_chunks > 1
 
 
 @pytest.mark.parametrize("often", [False, True])

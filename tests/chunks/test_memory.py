@@ -50,7 +50,7 @@ def test_what_saves_memory_is_tried_by_its_price() -> None:
     [
         ({"recompute": True, "history_dtype": "float32"}, {"exact_in_chunks"}),
         ({"exact_in_chunks": True, "history_dtype": torch.float16}, {"recompute"}),
-        ({"cross_chunk_edges": "drop"}, {"recompute", "history_dtype"}),
+        ({"graph_parallel": 2}, {"recompute", "history_dtype"}),
         ({"cuda_graphs": True}, {"history_dtype", "exact_in_chunks"}),
     ],
 )

@@ -18,7 +18,6 @@ Modules = dict[str, ModuleType]
 published = fixture_of(
     FOLDER / "published", "resumable", "settings", "run_setting", "accuracies", "main"
 )
-dropped = fixture_of(FOLDER / "dropped_edges", "cells", "report", "main")
 study = fixture_of(FOLDER / "convergence", "cell", "main")
 
 
@@ -73,15 +72,6 @@ def test_exact_training_equals_a_plain_trainer(published: Modules, name: str) ->
         assert published["run_setting"].compare(small, 0, None) < 1e-12
     finally:
         torch.set_default_dtype(before)
-
-
-def test_the_committed_table_is_that_of_the_committed_runs(
-    dropped: Modules, tmp_path: Path
-) -> None:
-    folder = FOLDER / "dropped_edges"
-    rows = dropped["report"].summarize(dropped["cells"].read_cells(folder / "cells.csv"))
-    dropped["report"].write_rows(tmp_path / "accuracy.csv", rows)
-    assert (tmp_path / "accuracy.csv").read_text() == (folder / "accuracy.csv").read_text()
 
 
 def test_a_table_of_the_convergence_study_is_the_product_of_its_lists(

@@ -14,7 +14,7 @@ from lightning_gnnpipe.engine import PipelineEngine
 from lightning_gnnpipe.options import RunOptions
 from lightning_gnnpipe.staleness import METHODS, StalenessMethod
 from lightning_gnnpipe.steps import Controls
-from lightning_gnnpipe.types import CrossChunkEdges, Partition
+from lightning_gnnpipe.types import Partition
 from tests.helpers.device import DEVICE
 from tests.helpers.trainers import OptionsWithMethod
 
@@ -32,7 +32,6 @@ def one_process_engine(
     self_check: bool = True,
     rank: int = 0,
     num_shards: int = 1,
-    cross_edges: CrossChunkEdges = "keep",
     cuda_graphs: bool = False,
     exact_in_chunks: bool = False,
     num_stages: int = 1,
@@ -49,7 +48,6 @@ def one_process_engine(
         num_chunks=num_chunks,
         partition=partition,
         graph_parallel=num_shards,
-        cross_chunk_edges=cross_edges,
         cuda_graphs=cuda_graphs,
         exact_in_chunks=exact_in_chunks,
         recompute=recompute,

@@ -170,9 +170,6 @@ def test_complex_values_and_outputs(num_stages: int, tmp_path: Path) -> None:
         ("gat_jk", 2, 1, {}),
         ("gat_jk", 1, 1, {"exact_in_chunks": True}),
         ("gcn", 2, 1, {"exact_in_chunks": True}),
-        ("gcn", 1, 1, {"cross_chunk_edges": "drop"}),
-        ("gcn", 2, 1, {"cross_chunk_edges": "drop"}),
-        ("gcn", 1, 2, {"cross_chunk_edges": "drop"}),
     ],
 )
 def test_evaluation_is_exact(

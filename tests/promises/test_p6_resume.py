@@ -133,7 +133,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "snapshot": {"staleness": "gnnpipe"},
     "refresh": {"staleness": "constant", "callbacks": [EmbeddingRefresh(3)]},
     "constant_recompute": {"staleness": "constant", "recompute": True},
-    "dropped": {"cross_chunk_edges": "drop"},
     "shards": {"graph_parallel": 2},
     "inputs": {"num_inputs": 2, "callbacks": [EmbeddingRefresh(2)]},
     "inputs_shards": {"num_inputs": 2, "graph_parallel": 2},
@@ -208,9 +207,6 @@ NO_HISTORIES = "has no histories of this input"
         ({"num_stages": 2}, {"num_chunks": 3, "partition": "random"}, False, ""),
         ({"num_stages": 2}, {"num_chunks": 7, "partition": "random"}, False, ""),
         ({"staleness": "gnnpipe"}, {}, False, "staleness='gnnpipe', and this run has 'drift'"),
-        # histories of all edges are not those without some
-        ({}, {"cross_chunk_edges": "drop"}, True, f"{NO_HISTORIES}: those that it has are of"),
-        ({"cross_chunk_edges": "drop"}, {}, True, f"{NO_HISTORIES}: those that it has are of"),
     ],
 )
 def test_p6_rows_are_taken_by_runs_with_other_options(
