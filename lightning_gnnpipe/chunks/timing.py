@@ -53,7 +53,8 @@ _MOST_RUNS = 5
 _TAKEN_S = 0.7e-3  # by gloo, between two processes that compute
 _LONGEST_S = 0.5  # for repeated runs of all layers
 _COUNTING_S = 0.1  # a run that takes longer takes as long while its bytes are counted
-_ENOUGH = 4  # layers of one form to time
+_ENOUGH = 4  # layers of one form to time; if a run takes longer than `_LONG_S`, one
+_LONG_S = 0.2
 _LARGE_WORK = 2**20  # nodes and edges of a chunk that is as fast, for each of them, as any larger
 
 
@@ -158,8 +159,9 @@ def measure_layers(
     """Time layers, and values that stages may compute again, on a middle-sized chunk.
 
     Layers that differ only in the values of their weights take the same time, the median of the
-    first four: later ones do not run. A batch of graphs has no histories. `edges`: of the plan, if
-    training uses them as well. `is_plain`: PyG's own code computes the layers, of one chunk.
+    first four, or that of the first if it is long: later ones do not run. A batch of graphs has no
+    histories. `edges`: of the plan, if training uses them as well. `is_plain`: PyG's own code
+    computes the layers, of one chunk.
     """
     store: _Zeros | None = None
     batch: BatchInputs | PlannedInputs
@@ -205,8 +207,8 @@ def measure_layers(
 class _Runs:
     """Layers that run one after the other, in the order of the module.
 
-    Up to `_ENOUGH` of one form run; the last of these stands for later ones. `values`: what layers
-    read, by name; each adds its outputs. `run`: see `_run`.
+    Up to `_ENOUGH` of one form run, of long ones one; the last of these stands for later ones.
+    `values`: what layers read, by name; each adds its outputs. `run`: see `_run`.
     """
 
     def __init__(
@@ -232,15 +234,16 @@ class _Runs:
         segment, form = self._segments[number], self._forms[number]
         key = form, _places_of(segment, self._layers, self._values, self._known)
         self._keys.append(key)
-        self._seen[key] += 1
-        if self._seen[key] > _ENOUGH:
+        if key in self._last:
             cost, held = self._stand_for(segment, key)
         else:
             cost, held = self._time(segment, form, key), drop()
-        if self._seen[key] == _ENOUGH:
-            names = (*segment.inputs, *segment.outputs)
-            outputs = [self._values[name] for name in segment.outputs]
-            self._last[key] = outputs, [name in self._known for name in names], cost, held
+            self._seen[key] += 1
+            enough = 1 if self._first_s[form] > _LONG_S else _ENOUGH
+            if self._seen[key] == enough and form in self._forms[number + 1 :]:
+                names = (*segment.inputs, *segment.outputs)
+                outputs = [self._values[name] for name in segment.outputs]
+                self._last[key] = outputs, [name in self._known for name in names], cost, held
         self._times.append(cost)
         self._held.append(held)
 
