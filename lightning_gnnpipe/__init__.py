@@ -38,6 +38,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> NoReturn:
     if name in REMOVED_CLASSES:
         raise ImportError(f"{__name__}.{name} was removed. {REMOVED_CLASSES[name]}", name=__name__)

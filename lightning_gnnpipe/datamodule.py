@@ -91,6 +91,7 @@ class FullGraphDataModule(L.LightningDataModule):
                 check_edges(edges, num_nodes)
         for name in ("y", *MASKS):
             _check_rows(graph, name, num_nodes)
+        _check_edge_rows(graph)
         _check_inputs(graph)
         y = graph.y
         if y is not None and not y.is_floating_point() and y.shape == (num_nodes, 1):
@@ -106,6 +107,8 @@ class FullGraphDataModule(L.LightningDataModule):
             draw_masks(graph, split_fracs, seed)
             shares = ", ".join(f"{share:.0%}" for share in split_fracs)
             rank_zero_info(f"The graph has no masks: {shares} are drawn to train, validate, test.")
+        if not graph.train_mask.any():
+            rank_zero_warn("'train_mask' selects no node: there is nothing to train on.")
         if graph.y is not None and graph.y.is_floating_point():
             rows = torch.stack([graph[name] for name in MASKS if name in graph]).any(0)
             used = graph.y.where(rows.view(-1, *[1] * (graph.y.dim() - 1)), 0)
@@ -343,6 +346,19 @@ def _check_rows(graph: Data, name: str, num_nodes: int) -> None:
             remedy = "Give nodes without a label -1, and leave them out of all masks."
         expected = f"'{name}' to have one row for each of the {num_nodes} nodes"
         _refuse(expected, _describe(rows), remedy)
+
+
+def _check_edge_rows(graph: Data) -> None:
+    edges = graph.edge_index
+    number = edges.size(1) if isinstance(edges, Tensor) and not is_sparse(edges) else None
+    for name in ("edge_attr", "edge_weight"):
+        rows = graph.get(name)
+        if number is not None and isinstance(rows, Tensor) and (*rows.shape, 0)[0] != number:
+            _refuse(
+                f"'{name}' to have one row for each of the {number} edges",
+                _describe(rows),
+                f"Change data.{name} together with data.edge_index, as the transforms of PyG do.",
+            )
 
 
 def _check_inputs(graph: Data) -> None:

@@ -271,7 +271,7 @@ class GNNPipeStrategy(PipelineHooks):
                 strategy's.
 
         Returns:
-            A `PipelinePlan`; `plan.best` is the layout to take.
+            A `PipelinePlan`. `plan.best` is the layout to take, `plan.advice` says why.
 
         Raises:
             ConfigError: If ``training_step`` cannot run outside of a Trainer.

@@ -177,6 +177,10 @@ BAD_GRAPHS = {
         dict(edge_index=torch.tensor([[0], [10]])),
         r"from 0 to 9 \(got node 10\)",
     ),
+    "features of other edges": (
+        dict(edge_attr=torch.ones(3, 2)),
+        r"'edge_attr' to have one row for each of the \d+ edges \(got \[3, 2\].*data\.edge_attr",
+    ),
     "labels": (
         dict(y=torch.zeros(9).long()),
         r"'y' to have one row for each of the 10 nodes.*-1.*out of all masks",
@@ -200,6 +204,11 @@ BAD_GRAPHS = {
 def test_bad_graph_is_refused_with_what_was_found_and_the_remedy(changes, text):
     with pytest.raises(GraphError, match=text):
         FullGraphDataModule(build_graph(**changes))
+
+
+def test_a_mask_without_nodes_to_train_on_is_told() -> None:
+    with pytest.warns(UserWarning, match="'train_mask' selects no node"):
+        FullGraphDataModule(build_graph(**masks_of(NUM_NODES)))
 
 
 @pytest.mark.parametrize(

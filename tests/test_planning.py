@@ -197,8 +197,7 @@ def test_all_layouts_of_the_devices_are_compared() -> None:
     plan = plan_of(num_devices=8, link_gbit_per_s=1e9)
     # eight stages need more than six layers
     assert [one.sizes for one in plan.layouts] == [(1, 1, 1), (1, 8, 1), (2, 4, 4), (4, 2, 4)]
-    assert plan.layout is plan.best
-    assert plan.layout.step_s == plan.best.step_s == min(one.step_s for one in plan.layouts)
+    assert plan.layout.step_s == min(one.step_s for one in plan.layouts)
     assert sum(stage.num_layers for stage in plan.layout.stages) == 6
     asked = plan_of(graph_parallel=2, num_stages=2)
     assert asked.layout.sizes == (2, 2, 4) and len(asked.layouts) == 4
@@ -239,6 +238,7 @@ def test_a_plain_trainer_is_a_row(factor: float) -> None:
         layouts = tuple(replace(one, step_s=one.sizes == (1, 1, 1) or 0.9) for one in plan.layouts)
         near = replace(plan, layouts=layouts, layout=layouts[-1], by_pyg=0.95, by_all_cores=0.0)
         assert near.advice[0].startswith("Take a plain Trainer, 0.950 s per step")
+        assert near.best is near.layouts[0]
         assert "devices=2" in near.advice[1] and near.advice[1].count("may take as long") == 1
 
 
@@ -487,6 +487,11 @@ def test_a_training_step_that_needs_a_trainer_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="reach the pipelined module without a Trainer"):
         plan_of(make_module(kind=Impatient))
+
+
+def test_a_path_is_no_graph_to_plan_for() -> None:
+    with pytest.raises(ConfigError, match=r"got 'folder'\).*FullGraphDataModule\('folder'\)"):
+        GNNPipeStrategy().plan(make_module(), "folder")
 
 
 def test_what_is_no_lightning_module_is_named() -> None:

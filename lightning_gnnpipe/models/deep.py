@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Literal
 
@@ -47,6 +48,7 @@ class GCNII(nn.Module):
         theta: float = 0.5,
     ) -> None:
         super().__init__()
+        _check_layers(num_layers)
         self.lin_in = nn.Linear(in_channels, hidden_channels)
         self.convs = nn.ModuleList(
             GCN2Conv(hidden_channels, alpha, theta, layer=layer + 1, shared_weights=True)
@@ -98,6 +100,7 @@ class ResGCNPlus(nn.Module):
         norm: Literal["layer", "batch"] = "layer",
     ) -> None:
         super().__init__()
+        _check_layers(num_layers)
         self.lin_in = nn.Linear(in_channels, hidden_channels)
         self.norms = nn.ModuleList(_make_norm(norm, hidden_channels) for _ in range(num_layers))
         self.convs = nn.ModuleList(
@@ -158,11 +161,13 @@ class GNN(nn.Module):
         input_dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        _check_layers(num_layers)
+        convs = {"gcn": GCNConv, "sage": SAGEConv, "gat": GATConv}
+        _check_choice("conv", conv, convs)
         num_inner = num_layers if skip else num_layers - 1
         widths = [in_channels] + [hidden_channels] * num_inner
         widths += [] if skip else [out_channels]
-        make_conv = {"gcn": GCNConv, "sage": SAGEConv, "gat": GATConv}[conv]
-        self.convs = nn.ModuleList(make_conv(*pair) for pair in pairwise(widths))
+        self.convs = nn.ModuleList(convs[conv](*pair) for pair in pairwise(widths))
         self.norms = nn.ModuleList(_make_norm(norm, hidden_channels) for _ in range(num_inner))
         self.skips = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(widths) if skip)
         self.lin_out = nn.Linear(hidden_channels, out_channels) if skip else None
@@ -178,7 +183,19 @@ class GNN(nn.Module):
         return x if self.lin_out is None else self.lin_out(x)
 
 
+def _check_layers(num_layers: int) -> None:
+    if num_layers < 1:
+        raise ValueError(f"Expected 'num_layers' to be at least 1 (got {num_layers}).")
+
+
+def _check_choice(name: str, value: str | None, known: Collection[str | None]) -> None:
+    if value not in known:
+        names = ", ".join(map(repr, known))
+        raise ValueError(f"Expected '{name}' to be one of {names} (got {value!r}).")
+
+
 def _make_norm(norm: Literal["batch", "layer"] | None, channels: int) -> nn.Module:
+    _check_choice("norm", norm, ("batch", "layer", None))
     if norm is None:
         return nn.Identity()
     return LayerNorm(channels, mode="node") if norm == "layer" else nn.BatchNorm1d(channels)

@@ -196,4 +196,4 @@ def _make_mlp(channels: int, norm: Norm) -> nn.Sequential:
 
 
 def _make_norm(norm: Norm, channels: int) -> nn.Module:
-    return nn.LayerNorm(channels) if norm == "layer" else nn.BatchNorm1d(channels)
+    return {"layer": nn.LayerNorm, "batch": nn.BatchNorm1d}[norm](channels)

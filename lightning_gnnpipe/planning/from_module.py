@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -144,6 +145,12 @@ def _threads_of_one(num_processes: int) -> int:
 
 
 def _first_batch(data: BaseData | pl.LightningDataModule | Iterable[Any]) -> Any:
+    if isinstance(data, str | Path):
+        raise ConfigError(
+            expected="a graph, or what serves it, to plan for",
+            found=repr(str(data)),
+            remedy=f"For a folder write plan(module, FullGraphDataModule({str(data)!r})).",
+        )
     if isinstance(data, pl.LightningDataModule):
         data.prepare_data()
         data.setup("fit")

@@ -102,7 +102,7 @@ class PipelinePlan:
     """How a model and a graph would be cut, and what a training step would take.
 
     Attributes:
-        layout: Forecast of the layout asked for, else of the best one.
+        layout: Forecast of the layout asked for, else of the fastest that fits.
         layouts: Forecasts of one device with one chunk, and of all layouts of the devices: graph
             parallelism with one chunk, and several stages, in as many chunks as training takes.
         num_nodes: Nodes, N.
@@ -112,7 +112,7 @@ class PipelinePlan:
         chunk_rows: Nodes of each chunk.
         chunk_edges: Edges that end in each chunk.
         halo_rows: Nodes of other chunks that each chunk reads.
-        edge_cut_frac: Share of the edges between two chunks, dropped or not.
+        edge_cut_frac: Share of the edges between two chunks.
         link: Link speed, and seconds of a message of any size, that are assumed.
         chunk_times: By number of chunks, seconds of computing a step on several stages, of all
             shards together. The first is the plan's own number.
@@ -120,8 +120,8 @@ class PipelinePlan:
             layouts have such threads, or it was not measured.
         by_pyg: Seconds of a step of the layers as PyG computes them in a plain Trainer, with a
             thread a core. 0 if not measured: the graph has more than a million nodes and edges, the
-            edges are a sparse matrix or partly dropped, layers keep caches, options bound the
-            memory, or the process is a fork.
+            edges are a sparse matrix, layers keep caches, options bound the memory, or the process
+            is a fork.
     """
 
     layout: LayoutForecast
@@ -141,8 +141,15 @@ class PipelinePlan:
 
     @property
     def best(self) -> LayoutForecast:
-        """The fastest of `layouts` that fits; if none fits, the one with the least memory."""
-        return choose_layout(self.layouts)
+        """The layout to take, of `layouts`: the fastest, or one device if it may be as fast.
+
+        If none fits, the one with the least memory. One device stands for a plain Trainer, too.
+        """
+        fastest = choose_layout(self.layouts)
+        if not fastest.fits:
+            return fastest
+        taken = (one for one in self.layouts if one.options == self._taken)
+        return next(taken, self.layouts[0])
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -154,7 +161,7 @@ class PipelinePlan:
         else:
             advice += self._rank_times()
             advice.append(TIMED_ALONE)
-        if self.by_all_cores > 2 * self.layouts[0].step_s:
+        if self.by_all_cores > 1.2 * self.layouts[0].step_s:
             advice.append("A thread a core took longer than one: the machine was busy. Plan again.")
         if own.step_bytes > min(own.bytes_by_weights.values()):
             advice.append(compare_weights(own.bytes_by_weights))

@@ -31,6 +31,7 @@ NOT_RUN = (
     r"bash scripts/check\.sh$",
     r"export GLIBC_TUNABLES=",
     r"torchrun --standalone --nproc_per_node=2 --max-restarts=3 train\.py$",
+    r"torchrun --nnodes=2 ",
     r"python main\.py (fit|validate|test|predict) --config run\.yaml",
     r"srun python train\.py$",
 )

@@ -36,6 +36,20 @@ def build(stack: Callable[..., nn.Module], num_layers: int = 4, **kwargs: float)
     return stack(3, 8, 2, num_layers, **kwargs).double()
 
 
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (partial(GNN, 3, 8, 2, 0), r"'num_layers' to be at least 1 \(got 0\)"),
+        (partial(GCNII, 3, 8, 2, 0), r"'num_layers' to be at least 1 \(got 0\)"),
+        (partial(GNN, 3, 8, 2, 4, norm="layr"), r"'batch', 'layer', None \(got 'layr'\)"),
+        (partial(GNN, 3, 8, 2, 4, conv="sagee"), r"'gcn', 'sage', 'gat' \(got 'sagee'\)"),
+    ],
+)
+def test_options_of_no_meaning_are_refused(make: Callable[[], nn.Module], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("num_layers", [1, 4])
 def test_layers_are_counted_and_all_parameters_get_a_gradient(stack, num_layers, graph):
