@@ -178,7 +178,7 @@ class BoundSum:
     dtype: torch.dtype | None
     adjacency: Adjacency
     chunk: Chunk
-    store: HistoryStore | None  # None for whole-graph inference
+    store: HistoryStore | None  # None for whole-graph inference, or without cross-chunk edges
     shards: Any  # see `HistoryStore.shards`
     key: CallKey
 
@@ -186,7 +186,7 @@ class BoundSum:
         """Return the sums, `[num_nodes, channels]`; the store keeps them if layers run again."""
         store, key, chunk = self.store, self.key, self.chunk
         if store is None:
-            return multiply(self.adjacency.rows(chunk, rows.dtype), rows)
+            return multiply(self.adjacency.block(chunk, rows.dtype, by_source=False), rows)
         if not is_replay:
             store.push(key, chunk, rows)
         if chunk.is_whole:
@@ -205,7 +205,7 @@ class BoundSum:
 
     def backward(self, grad: Tensor) -> Tensor:
         if self.store is None:
-            return multiply(self.adjacency.columns(self.chunk, grad.dtype), grad)
+            return multiply(self.adjacency.block(self.chunk, grad.dtype, by_source=True), grad)
         if self.chunk.is_whole:
             return self._give_back(grad)
         buffer, table = self.store.add_output(self.key, self.chunk, grad)

@@ -57,7 +57,7 @@ class MessageContext:
     def __init__(
         self, store: HistoryStore | None, plan: ChunkPlan, edges: GraphEdges | None = None
     ) -> None:
-        self.store = store  # None for whole-graph inference
+        self.store = store  # None for whole-graph inference, or without cross-chunk edges
         self.edges = GraphEdges(plan, lambda tensor: tensor) if edges is None else edges
         self.leaves: Any = None  # `chunks.PassInputs` of the batch, set during a pass
         self.dtypes: dict[Hashable, torch.dtype] = {}  # output dtypes of norms on the whole graph

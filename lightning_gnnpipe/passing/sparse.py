@@ -126,6 +126,15 @@ class Adjacency:
             assert sums is not None
             self.drift_sums(chunk, order, sums)
 
+    def block(self, chunk: Chunk, dtype: torch.dtype, *, by_source: bool) -> SparseRows:
+        """Return rows or columns of a chunk without cross-chunk edges, in local indices."""
+        key = ("block", chunk.start, chunk.end, dtype, by_source)
+        if key not in self._parts:
+            part = self.columns(chunk, dtype) if by_source else self.rows(chunk, dtype)
+            local = part.indices - chunk.start if chunk.start else part.indices
+            self._parts[key] = replace(part, indices=self._pattern.keep(local))
+        return self._parts[key]
+
     def columns(
         self,
         chunk: Chunk,
