@@ -125,10 +125,8 @@ def align(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     """Return the lines of a table whose column `left` is aligned left, and the rest right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [str.ljust if number == left else str.rjust for number in range(len(widths))]
-    return [
-        "  ".join(pad(text, width) for pad, text, width in zip(sides, row, widths, strict=True))
-        for row in rows
-    ]
+    padded = (map(lambda pad, *cell: pad(*cell), sides, row, widths) for row in rows)
+    return ["  ".join(cells).rstrip() for cells in padded]
 
 
 def compare_weights(sent: Mapping[Weights, int]) -> str:

@@ -92,7 +92,8 @@ Refusals = Iterator[tuple[str, str]]
 
 
 def check_support(module: nn.Module, num_chunks: int, num_shards: int = 1) -> None:
-    """Refuse layers not known to be exact on `num_chunks` chunks over `num_shards` shards."""
+    """Refuse lazy layers, and those not known to be exact on `num_chunks` chunks in each shard."""
+    _refuse_lazy(module)
     num_parts = num_chunks * num_shards
     alone = "num_chunks=1 and graph_parallel=1" if num_shards > 1 else "num_chunks=1"
     _refuse_layers(module, lambda name, layer: _refused(module, name, layer, num_parts), alone)
@@ -124,6 +125,21 @@ def check_graph_batches(num_shards: int) -> None:
             found="a batch of several graphs",
             remedy="Use graph_parallel=1: the graphs of a batch are assigned to micro-batches "
             "instead.",
+        )
+
+
+def _refuse_lazy(module: nn.Module) -> None:
+    lazy = [
+        f"'{name}'"
+        for name, layer in module.named_modules()
+        if any(isinstance(p, nn.UninitializedParameter) for p in layer.parameters(recurse=False))
+    ]
+    if lazy:
+        raise UnsupportedError(
+            expected="all weights to have their shapes before training",
+            found=f"lazy layers, {', '.join(lazy)}",
+            remedy="Write the number of input channels, as in SAGEConv(64, 32) for "
+            "SAGEConv(-1, 32), or call the network once before Trainer.fit.",
         )
 
 
@@ -171,9 +187,6 @@ def _refused(module: nn.Module, name: str, layer: nn.Module, num_parts: int) -> 
     if isinstance(layer, torch.jit.ScriptModule) and hasattr(layer, "aggr_module"):
         remedy = "Use the layer as it was before torch.jit.script or torch.jit.trace."
         yield "torch.jit has compiled its message passing", remedy
-    elif any(isinstance(p, nn.UninitializedParameter) for p in layer.parameters(recurse=False)):
-        remedy = "Give the number of input channels, or run one forward pass before training."
-        yield "its parameters are not initialized", remedy
     elif isinstance(layer, gnn.SuperGATConv):
         yield REFUSED_CONVS[gnn.SuperGATConv], "Use GATConv, or train without GNNPipeStrategy."
     elif num_parts > 1:

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch_geometric.data.data import BaseData
 
 from lightning_gnnpipe._compat_torch import without_compile
@@ -134,6 +135,7 @@ def plan_pipeline(
         mapped=mapped,
     )
     threads = _threads_of_one(num_devices)
+    rank_zero_info("Timing the layers ...")
     with as_written(module), switched(pipelined, True), computing_with(threads):
         return Forecaster(target, asked).plan(num_devices)
 

@@ -43,6 +43,7 @@ from lightning_gnnpipe.report import (
     TIMED_ALONE,
     LayerNames,
     Split,
+    align,
     compare_weights,
     describe_split,
 )
@@ -368,8 +369,8 @@ def _tell_start(
         if trainer.world_size > num_ranks:
             number = trainer.num_nodes * num_cores()
             cores = "1 core" if number == 1 else f"{number} cores"
-            text += f" {trainer.world_size} processes share {cores}, which takes longer still."
-    _say(trainer, text + (f" {run.memory}" if run.memory else ""))
+            text += f"\n{trainer.world_size} processes share {cores}, which takes longer still."
+    _say(trainer, text + (f"\n{run.memory}" if run.memory else ""))
     if _clears_tensors(split, options, inputs, plan.num_chunks):
         _say(
             trainer,
@@ -448,19 +449,19 @@ def _expect(
         )
     number, threads = torch.get_num_threads(), ""
     if inputs.edge_index.device.type == "cpu":
-        threads = f" and {number} thread{'s' if number > 1 else ''}"
-        if alone_s:
-            threads += f" ({alone_s:.3f} s with {cores})"
-        elif num_stages > 1 and cores > number:
+        threads = f", {number} thread{'s' if number > 1 else ''}"
+        if not alone_s and num_stages > 1 and cores > number:
             threads += f" (it could use {cores})"
-    one_device = f"on one device with one chunk{threads}"
-    names = "in these stages", one_device, "by graph parallelism"
-    shown = (f"{one:.3f} s {name}" for one, name in zip(times.values(), names, strict=False))
-    text = f"Expected for a step: {', '.join(shown)}. {TIMED_ALONE}"
+    one_device = "on one device with one chunk"
+    names = "in these stages", one_device + threads, "by graph parallelism"
+    rows = [(f"{one:.3f}", name) for one, name in zip(times.values(), names, strict=False)]
+    if alone_s:
+        rows.insert(2, (f"{alone_s:.3f}", f"{one_device}, {cores} threads"))
+    lines = ["Expected seconds for a step:", *align(rows, left=1), TIMED_ALONE]
     one_s = min(times[1, 1, 1], alone_s or math.inf)
     if num_stages > 1 and times[own] <= CLOSE * best_s and one_s < CLOSE * times[own]:
-        text += f" One device may be as fast: {write_layout(1, 1, 1)}."
-    return text
+        lines.append(f"One device may be as fast: {write_layout(1, 1, 1)}.")
+    return "\n".join(lines)
 
 
 def refuse_evaluations(name: str) -> NoReturn:

@@ -291,7 +291,7 @@ def behind(layer: nn.Module) -> nn.Module:
         (behind(nn.SyncBatchNorm(D)), "SyncBatchNorm"),
         (behind(nn.BatchNorm2d(D)), "BatchNorm2d"),
         (behind(gnn.HeteroBatchNorm(D, 2)), "HeteroBatchNorm"),
-        (gnn.GCNConv(-1, D), "not initialized"),
+        (gnn.GCNConv(-1, D), "lazy layers, 'lin'"),
         (behind(spectral_norm(nn.Linear(D, D))), "power iteration"),
         (behind(old_spectral_norm(nn.Linear(D, D))), "power iteration"),
     ],
