@@ -218,7 +218,7 @@ class PipelinePlan:
         if len(rows) > 1:
             chunks = (
                 f"{len(rows)} chunks of {min(rows):,} to {max(rows):,} nodes, which read {halo:,} "
-                f"of other chunks; {self.edge_cut_frac:.1%} of the edges are between chunks"
+                f"nodes of other chunks; {self.edge_cut_frac:.1%} of the edges are between chunks"
             )
         lines = [
             f"{self.num_nodes:,} nodes, {self.num_edges:,} edges in {chunks}",
