@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -202,7 +201,7 @@ def _wrap(
 
     def run(edge_index: Tensor, size: Any = None, **kwargs: Any) -> Tensor:
         if is_propagate and conv.decomposed_layers > 1:
-            return _in_pieces(conv, partial(run, size=size), edge_index, sources, kwargs)
+            return _in_pieces(conv, edge_index, size, sources, kwargs)
         is_upstream = conv.flow != "source_to_target"
         if is_upstream and (context.at.is_reverse or not context.sees_all):  # unlike in `_direct`
             raise UnsupportedError(
@@ -252,17 +251,17 @@ def _wrap(
 
 def _in_pieces(
     conv: MessagePassing,
-    run: Callable[..., Tensor],
     edge_index: Tensor,
+    size: Any,
     sources: frozenset[str],
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Pass messages for one slice of the channels at a time; see PyG's `decomposed_layers`."""
+    """Call `propagate` for one slice of the channels at a time; see PyG's `decomposed_layers`."""
     given = sources & kwargs.keys()
     pieces = zip(*(kwargs[key].chunk(conv.decomposed_layers, -1) for key in given), strict=True)
     parts = [kwargs | dict(zip(given, piece, strict=True)) for piece in pieces]
     with replace_attributes(conv, UNDECOMPOSED):
-        return torch.cat([run(edge_index, **part) for part in parts], dim=-1)
+        return torch.cat([conv.propagate(edge_index, size=size, **part) for part in parts], dim=-1)
 
 
 def without_memory(convs: Mapping[str, MessagePassing]) -> ExitStack:

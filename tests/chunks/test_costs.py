@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import time
+import weakref
 from itertools import pairwise
 from typing import Any
 
@@ -89,6 +91,28 @@ def test_equal_layers_are_cut_in_halves_on_a_busy_machine(
     layers, found = measure(kind())
     assert found.assign_layers(layers, 2, ()) == (L // 2, L // 2)
     assert len({cost.compute_s for cost in found.layers[1:-1]}) == 1
+
+
+def test_memory_of_a_timing_is_free_without_the_garbage_collector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Runs follow each other, and each one's matrices and histories would add up."""
+    made = list[weakref.ref[timing.MessageContext]]()
+    begin = timing.MessageContext.__init__
+
+    def begin_and_note(self: timing.MessageContext, *args: Any) -> None:
+        begin(self, *args)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(timing.MessageContext, "__init__", begin_and_note)
+    gc.collect()
+    gc.disable()
+    try:
+        measure(Net())
+        alive = [one() for one in made]
+    finally:
+        gc.enable()
+    assert alive == [None]
 
 
 class Dense(Net):

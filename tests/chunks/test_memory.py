@@ -150,14 +150,16 @@ def test_a_run_takes_what_fits_and_says_so(
     saved = ", ".join(f"{name}={value!r}" for name, value in planned.saved.items())
     assert saved and planned.fits and saved in planned.options
     strategy = fit(**options).strategy
-    [line] = [one for one in capfd.readouterr().out.splitlines() if "Pipeline: " in one]
+    lines = capfd.readouterr().out.splitlines()
+    [line] = [one for one in lines if "Memory: " in one]
     assert line.endswith(f" of {options['memory_gib']:g} GiB with {saved}.")
+    assert any("Pipeline: " in one for one in lines[: lines.index(line)])
     assert isinstance(strategy, GNNPipeStrategy)
     assert strategy.options == StrategyOptions(  # the next run chooses again
         **options, balance="measured", start_method="fork"
     )
     fit(memory_gib=1.0)
-    assert re.search(r" 1 chunk\..* Memory: \S+ of 1 GiB\.", capfd.readouterr().out)
+    assert re.search(r" 1 chunk\.[^$]*\nMemory: \S+ of 1 GiB\.", capfd.readouterr().out)
 
 
 def test_exact_steps_that_are_chosen_keep_no_histories() -> None:
