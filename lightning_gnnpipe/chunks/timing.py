@@ -224,7 +224,7 @@ class _Runs:
         self._weights, self._run = weights, run
         self._known = set(values)  # names of what is given, or saved before
         self._forms = list(map(_form_of, segments))
-        self._first_s = dict[Hashable, float]()  # by form
+        self._run_s = dict[Hashable, float]()  # of one run, by form
         self._seen, self._last = Counter[Hashable](), dict[Hashable, Any]()  # by form and shapes
         self._running = dict[Hashable, tuple[int, int]]()  # bytes, likewise; without gradients
         self._keys = list[tuple[Hashable, tuple[Any, Any]]]()
@@ -240,13 +240,16 @@ class _Runs:
         else:
             cost, held = self._time(segment, form, key), drop()
             self._seen[key] += 1
-            enough = 1 if self._first_s[form] > _LONG_S else _ENOUGH
-            if self._seen[key] == enough and form in self._forms[number + 1 :]:
+            if self._seen[key] == self._enough(form) and form in self._forms[number + 1 :]:
                 names = (*segment.inputs, *segment.outputs)
                 outputs = [self._values[name] for name in segment.outputs]
                 self._last[key] = outputs, [name in self._known for name in names], cost, held
         self._times.append(cost)
         self._held.append(held)
+
+    def _enough(self, form: Hashable) -> int:
+        """Return how many layers of a form run."""
+        return 1 if self._run_s[form] > _LONG_S else _ENOUGH
 
     def _stand_for(self, segment: Segment, key: Hashable) -> tuple[Any, dict[str, Any]]:
         """Give `segment` the outputs of the last equal layer; return what that took."""
@@ -264,14 +267,10 @@ class _Runs:
         values, forms, saved = self._values, self._forms, dict[int, int]()
         given = [*self._weights, *(values[name] for name in self._known & values.keys())]
         run = partial(self._run, segment, values, given=given, saved=saved)
-        if form not in self._first_s:
-            self._first_s[form] = run()[:2].sum()  # with what is computed once per chunk
-        num_timed = sum(min(forms.count(one), _ENOUGH) for one in set(forms))
-        num_runs = max(1, int(_LONGEST_S / num_timed / self._first_s[form]))
-        if self._first_s[form] < 1.0:  # s; a longer run averages over other processes' load
-            num_runs = max(num_runs, 4 - forms.count(form))  # at least three of each form
         runs = list[NDArray[np.float64]]()
         if key not in self._running:
+            if form not in self._run_s:
+                run()  # with what is computed once per chunk
             with LiveBytes() as ahead, torch.no_grad():
                 run()
             with LiveBytes() as live:
@@ -281,8 +280,14 @@ class _Runs:
             made = sum(one.nbytes for one in outputs)
             # Of outputs only those that are saved count while gradients are computed.
             self._running[key] = live.most - live.now + kept, ahead.most - ahead.now + made
-            if counted[:2].sum() > _COUNTING_S:
+            if self._run_s.setdefault(form, counted[:2].sum()) > _COUNTING_S:
                 runs.append(counted)
+        run_s = self._run_s[form]
+        num_timed = sum(min(forms.count(one), _ENOUGH) for one in set(forms))
+        num_runs = max(1, int(_LONGEST_S / num_timed / run_s))
+        if run_s < 1.0:  # a longer run averages over other processes' load
+            num_alike = min(forms.count(form), self._enough(form))
+            num_runs = max(num_runs, 4 - num_alike)  # at least three of each form
         runs += [run() for _ in range(min(num_runs, _MOST_RUNS) - len(runs))]
         self._known |= {name for name, one in values.items() if place_of(one) in saved}
         return np.min(runs, axis=0)  # load from other processes only adds time
