@@ -52,9 +52,8 @@ _FLOAT = re.compile(r"\d+(\.\d+(e-?\d+)?|e-?\d+)")
 _MOST_RUNS = 5
 _TAKEN_S = 0.7e-3  # by gloo, between two processes that compute
 _LONGEST_S = 0.5  # for repeated runs of all layers
-_COUNTING_S = 0.1  # a run that takes longer takes as long while its bytes are counted
 _ENOUGH = 4  # layers of one form to time; if a run takes longer than `_LONG_S`, one
-_LONG_S = 0.2
+_LONG_S = 0.1  # such a run takes as long while its bytes are counted
 _LARGE_WORK = 2**20  # nodes and edges of a chunk that is as fast, for each of them, as any larger
 
 
@@ -280,7 +279,7 @@ class _Runs:
             made = sum(one.nbytes for one in outputs)
             # Of outputs only those that are saved count while gradients are computed.
             self._running[key] = live.most - live.now + kept, ahead.most - ahead.now + made
-            if self._run_s.setdefault(form, counted[:2].sum()) > _COUNTING_S:
+            if self._run_s.setdefault(form, counted[:2].sum()) > _LONG_S:
                 runs.append(counted)
         run_s = self._run_s[form]
         num_timed = sum(min(forms.count(one), _ENOUGH) for one in set(forms))
