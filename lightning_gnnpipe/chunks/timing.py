@@ -94,29 +94,28 @@ def measure_costs(
             other = _cut(inputs, min(4 * cut, inputs.num_nodes))
     # Larger chunks first: as in training, smaller ones find the memory that these have freed.
     cuts = sorted({one.num_chunks: one for one in (plan, other)}.items())
-    costs = {
-        k: measure_layers(
-            module, layers, one, call, inputs, histories, edges if one is plan else None
-        )
-        for k, one in cuts
-    }
+
+    def measure(one: ChunkPlan | BatchPlan, *, is_plain: bool = False) -> StepCosts:
+        own = edges if one is plan else None
+        return measure_layers(module, layers, one, call, inputs, histories, own, is_plain=is_plain)
+
+    costs = {k: measure(one) for k, one in cuts}
     found = costs[plan.num_chunks]
     if other.num_chunks != plan.num_chunks:
         found = found.with_overhead(costs[other.num_chunks])
     is_slower = inputs.edge_index.device.type == "cpu" and torch.get_num_threads() < num_cores()
     if shares_cores and is_slower and other.num_chunks == 1 and not forks:
         with computing_with(num_cores()):
-            alone = [measure_layers(module, layers, other, call, inputs, histories)]
+            alone = [measure(other)]
             for _ in range(2):  # the threads had just begun, or the machine was busy
                 if min(one.compute_s for one in alone) > costs[1].compute_s:
-                    alone.append(measure_layers(module, layers, other, call, inputs, histories))
+                    alone.append(measure(other))
         found = replace(found, by_all_cores=min(alone, key=lambda one: one.compute_s).layers)
     fewest, whole = cuts[0]
     is_small = inputs.num_nodes + sum(inputs.edge_sizes) <= _LARGE_WORK
     if beside_pyg and is_small and fewest == 1 and not is_tight and not call.matrices and not forks:
         with computing_with(num_cores()):
-            plain = measure_layers(module, layers, whole, call, inputs, histories, is_plain=True)
-        found = replace(found, by_pyg=plain.layers)
+            found = replace(found, by_pyg=measure(whole, is_plain=True).layers)
     values = {
         name: one.row_bytes * inputs.num_rows(one.kind, one.edge_set)
         for name, one in layers.values.items()
