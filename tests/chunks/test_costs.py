@@ -357,9 +357,9 @@ def test_a_number_of_large_chunks_is_compared_with_smaller_ones(
     monkeypatch.setattr(timing, "_LARGE_WORK", 1 if is_large else 1 << 20)
     timed, measured = list[int](), timing.measure_layers
 
-    def measure_one(module: Any, layers: Any, plan: Any, *args: Any) -> StepCosts:
+    def measure_one(module: Any, layers: Any, plan: Any, *args: Any, **options: Any) -> StepCosts:
         timed.append(plan.num_chunks)
-        return measured(module, layers, plan, *args)
+        return measured(module, layers, plan, *args, **options)
 
     monkeypatch.setattr(timing, "measure_layers", measure_one)
     measure(Net((D, D)), cut=8, shares_cores=False)
