@@ -23,7 +23,7 @@ from tests.test_user_errors import Module, graph
 PACKAGE = Path(__file__).parent.parent / "lightning_gnnpipe"
 NAME = PACKAGE.name
 # Of the package, for 4 layers and 8 chunks.
-MAX_FILES_OF_A_STEP = {1: 32, 2: 36}  # by number of stages, on rank 0
+MAX_FILES_OF_A_STEP = {1: 32, 2: 37}  # by number of stages, on rank 0
 MAX_FUNCTIONS_OF_A_STEP = 295
 MAX_CALLS_OF_A_STEP = 1_800
 

@@ -131,7 +131,9 @@ class Step:
             self._send("forward", chunk, state.sent)
         if self._targets["forward"] is not None:
             spec.transport.flush()
-        return self._collect(outputs)
+        masks = None if self._is_last else spec.context.masks
+        with nullcontext() if masks is None else masks.waiting("outputs"):
+            return self._collect(outputs)
 
     def backward(self, output_grads: Sequence[Tensor], before_last: Callable[[], None]) -> None:
         """Run backward from `output_grads`, in the user's order; return while sends may still run.
@@ -200,7 +202,10 @@ class Step:
                 buffers = list(map(self._empty, numbers, self._expected[phase]))
                 codec = self.spec.codecs.of(phase)
                 transport.post_receive(source, Label(phase, early.index), buffers, codec)
-            yield chunk, transport.wait_receive(Label(phase, chunk.index))
+            masks = None if place else self.spec.context.masks  # the first wait is long
+            with nullcontext() if masks is None else masks.waiting(phase):
+                received = transport.wait_receive(Label(phase, chunk.index))
+            yield chunk, received
 
     def _send(self, phase: Phase, chunk: Piece, tensors: Sequence[Tensor]) -> None:
         """Start to send `tensors` to the neighbour, if there is one."""
@@ -273,8 +278,9 @@ def run_segments(
     The layers must be intercepted with `context`. If `seed_of` is None, random streams are left
     alone. `unread`: values to drop after each segment, see `unread_after`; by default none.
     """
+    masks = None if seed_of is None else context.masks
     try:
-        for place, segment in enumerate(segments):
+        for number, segment in enumerate(segments):
             leaves, inputs = {}, []
             for name in segment.inputs:
                 value = values[name]
@@ -285,11 +291,18 @@ def run_segments(
                 if name.startswith("leaf_"):
                     leaves[name] = value
             if seed_of is not None:
-                _seed(seed_of(segment.index, chunk.index), inputs)
+                place = segment.index, chunk.index
+                seed = seed_of(*place)
+                if masks is None or seed is None:
+                    _seed(seed, inputs)
+                else:
+                    masks.start(place, seed)
             context.enter(chunk, segment.index, leaves)
             outputs = segment.module(*inputs)
+            if masks is not None:
+                masks.stop()
             values.update(zip(segment.outputs, outputs, strict=True))
-            for name in unread[place] if unread else ():
+            for name in unread[number] if unread else ():
                 del values[name]
     finally:
         context.leave()

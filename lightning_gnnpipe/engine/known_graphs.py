@@ -44,7 +44,7 @@ from lightning_gnnpipe.graph import (
     text_fingerprint,
 )
 from lightning_gnnpipe.options import RunOptions
-from lightning_gnnpipe.passing import GraphEdges, MessageContext
+from lightning_gnnpipe.passing import GraphEdges, Masks, MessageContext
 from lightning_gnnpipe.staleness import FreeTables, HistoryOptions, HistoryStore, HostCopies
 
 if TYPE_CHECKING:
@@ -141,6 +141,7 @@ class Histories:
         self.store.copies.spare = graph.free_tables
         self.writing = MessageContext(self.store, plan, graph.reading.edges)
         self.captured: CapturedChunks | None = None  # once asked for
+        self.masks = Masks()
 
 
 class GraphCache:

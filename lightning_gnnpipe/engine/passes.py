@@ -25,6 +25,7 @@ from lightning_gnnpipe.chunks import (
     PassInputs,
     PassSpec,
     PlannedInputs,
+    SeedOf,
     Step,
     StepCosts,
     can_capture,
@@ -49,7 +50,7 @@ from lightning_gnnpipe.layers import (
     uses_batch_statistics,
 )
 from lightning_gnnpipe.options import RunOptions
-from lightning_gnnpipe.passing import GraphEdges, MessageContext
+from lightning_gnnpipe.passing import GraphEdges, Masks, MessageContext
 from lightning_gnnpipe.stages import Layers, switched
 from lightning_gnnpipe.staleness import HostCopies
 from lightning_gnnpipe.steps import Controls, Mode, PassSeeds, PipelinedModel
@@ -163,6 +164,8 @@ class Passes:
         spec = self.over_graph(
             mode, graph, context, own.inputs, is_exact=is_exact, is_training=True
         )
+        is_alone = self._transport.mesh.num_stages == 1 or graph.plan.num_chunks == 1
+        context.masks = None if is_exact or is_alone else self._masks(own, spec)
         device = self._transport.world.device
         if not self._options.given.cuda_graphs:
             return spec
@@ -173,6 +176,25 @@ class Passes:
             own.captured = own.captured or CapturedChunks(device, self._fallbacks)
             return replace(spec, captured=own.captured)
         return spec
+
+    def _masks(self, own: Histories, spec: PassSpec) -> Masks | None:
+        """Return what draws masks of dropout while this rank waits; None where memory is short."""
+        is_tight = spec.recompute or self._saves_memory or self._has_budget
+        if is_tight or self._transport.world.device.type != "cpu":
+            return None
+        segments = [one.index for one in spec.stage.computed]
+
+        def draws(order: Sequence[int], seed_of: SeedOf) -> list[tuple[tuple[int, int], int]]:
+            places = [(segment, chunk) for chunk in order for segment in segments]
+            return [(place, seed_of(*place)) for place in places]
+
+        assert spec.seed_of is not None
+        step = self._seeds.step_index + 1
+        order = chunk_order(spec.plan.num_chunks, epoch=step, seed=self._options.seed)
+        own.masks.begin_step(
+            draws(spec.order, spec.seed_of), draws(order, self._seeds.of_step(step))
+        )
+        return own.masks
 
     def over_graph(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -32,6 +33,7 @@ from lightning_gnnpipe.passing import (
     ChunkMatrix,
     MessageContext,
     Replacement,
+    dropout,
     linear_rule,
     replace_all,
     replace_attributes,
@@ -54,6 +56,7 @@ class Intercepted:
     batch_norms: dict[str, nn.Module]  # with BatchNorm's statistics; some are in `norms` too
     # PyG's blocks that would recompute layers outside of a pass, and attributes to prevent it.
     blocks: list[tuple[nn.Module, dict[str, bool]]]
+    dropouts: list[nn.Dropout]
 
     @property
     def all(self) -> list[nn.Module]:
@@ -68,7 +71,10 @@ class Intercepted:
             for named in (self.convs, self.norms, self.batch_norms)
         )
         blocks = [block for block in self.blocks if id(block[0]) in inner]
-        return Intercepted(cast(dict[str, MessagePassing], convs), norms, batch_norms, blocks)
+        dropouts = [one for one in self.dropouts if id(one) in inner]
+        return Intercepted(
+            cast(dict[str, MessagePassing], convs), norms, batch_norms, blocks, dropouts
+        )
 
 
 def find_layers(module: nn.Module) -> Intercepted:
@@ -82,7 +88,8 @@ def find_layers(module: nn.Module) -> Intercepted:
     named = dict(module.named_modules())
     norms = {name: m for name, m in named.items() if has_statistics(m)}
     batch_norms = {name: m for name, m in named.items() if isinstance(m, BATCH_NORM)}
-    return Intercepted(find_convs(module), norms, batch_norms, blocks)
+    dropouts = [m for m in module.modules() if type(m) is nn.Dropout]
+    return Intercepted(find_convs(module), norms, batch_norms, blocks, dropouts)
 
 
 def intercept(layers: Intercepted, context: MessageContext | NativeContext) -> ExitStack:
@@ -102,6 +109,8 @@ def _replacements(
     if layers.norms:
         yield from whole_statistics(layers.norms, context)
     yield from localized(layers.convs, context)
+    for one in layers.dropouts if context.masks is not None else ():
+        yield one, {"forward": partial(_drop, one)}
     for conv in layers.convs.values():
         for one in conv.modules():
             if isinstance(one, gnn.QuantileAggregation):
@@ -114,6 +123,10 @@ def _replacements(
         for method in read:
             replaced[method] = _wrap(name, conv, method, read, context)
         yield conv, replaced
+
+
+def _drop(layer: nn.Dropout, rows: Tensor) -> Tensor:
+    return dropout(rows, layer.p, layer.training, layer.inplace)
 
 
 def _with_first_node(quantile: gnn.QuantileAggregation) -> Callable[..., Tensor]:

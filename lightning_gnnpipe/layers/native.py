@@ -29,6 +29,7 @@ class NativeContext:
         self.num_chunks = num_chunks
         self.is_replay: bool | None = None  # see `MessageContext`
         self.leaves: Any = None  # set during a pass, not used by layers
+        self.masks = None  # none are drawn ahead
         self._segment = 0
         self._calls = Counter[str]()
 

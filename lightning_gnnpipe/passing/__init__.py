@@ -16,6 +16,7 @@ from lightning_gnnpipe.passing.context import (
     replaces,
 )
 from lightning_gnnpipe.passing.edges import EdgeBytes, GraphEdges
+from lightning_gnnpipe.passing.masks import Masks, dropout
 from lightning_gnnpipe.passing.matrix import (
     ChunkMatrix,
     Entries,

@@ -35,6 +35,7 @@ from lightning_gnnpipe.passing.aggregate import (
     LinearRule,
 )
 from lightning_gnnpipe.passing.edges import WHOLE, GraphEdges, LocalEdges
+from lightning_gnnpipe.passing.masks import Masks
 from lightning_gnnpipe.passing.matrix import RUNNING, Entries
 from lightning_gnnpipe.staleness import HistoryStore
 
@@ -65,6 +66,7 @@ class MessageContext:
         self.live: dict[Hashable, tuple[Tensor, Tensor]] | None = None
         self.replaced: Collection[str] = ()  # norms whose running statistics this pass replaces
         self.is_refresh = False  # in an exact pass that only refreshes histories
+        self.masks: Masks | None = None  # of dropout, if they are drawn ahead in this pass
         self.is_passing = False  # inside `propagate` or `edge_updater`
         # Whether layers may be given other edges than all edges of the chunk.
         self.chooses_edges = self.edges.are_several

@@ -6,8 +6,11 @@ from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
+from torch.nn import functional
 
+from lightning_gnnpipe.passing import dropout
 from lightning_gnnpipe.stages.shapes import WRITES, is_named_write
 
 
@@ -73,6 +76,9 @@ def _rebuild(segment: Segment, outputs: Sequence[str], kept: Collection[fx.Node]
 
 def _make_segment(index: int, graph: fx.Graph, outputs: Iterable[str], root: nn.Module) -> Segment:
     """Return the segment that runs `graph`; its targets are looked up in `root`."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in (functional.dropout, torch.dropout):
+            node.target = dropout
     module = fx.GraphModule(root, graph)
     inputs = tuple(str(node.target) for node in graph.nodes if node.op == "placeholder")
     has_inplace = any(map(is_inplace, graph.nodes))

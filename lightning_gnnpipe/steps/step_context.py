@@ -190,6 +190,11 @@ class PassSeeds:
         transport.seed = seeds(transport.world.rank, -1)
         return seeds
 
+    def of_step(self, number: int) -> SeedOf:
+        """Return the seeds of the first training pass of step `number`."""
+        mesh = self._transport.mesh
+        return make_seeds(self._seed, number, mesh.shard, mesh.replica)
+
     @contextmanager
     def of_head(self) -> Iterator[None]:
         """Draw the random numbers of the head of the training pass, equal on all ranks."""

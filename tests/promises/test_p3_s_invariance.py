@@ -15,6 +15,7 @@ from torch_geometric.data import Data
 from lightning_gnnpipe import FullGraphDataModule, StalenessWarmup
 from lightning_gnnpipe.comm import Collectives, Transport
 from lightning_gnnpipe.models import NodeClassifier, ResGCNPlus
+from lightning_gnnpipe.passing import masks
 from lightning_gnnpipe.types import TrafficKind
 from tests.helpers.cases import slow
 from tests.helpers.graphs import communities
@@ -65,8 +66,13 @@ def fit(
     ],
 )
 def test_losses_do_not_depend_on_the_number_of_stages(
-    name: str, stages: tuple[int, ...], num_exact_epochs: int, tmp_path: Path
+    name: str,
+    stages: tuple[int, ...],
+    num_exact_epochs: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(masks, "_OF_IDLE", 1e9)  # draw as many masks as may be drawn ahead
     one = fit(name, 1, tmp_path, num_exact_epochs=num_exact_epochs)
     for num_stages in stages:
         weights = {"weights": "staged" if num_stages == 3 and name == "gcnii" else "whole"}
@@ -81,6 +87,28 @@ def test_losses_do_not_depend_on_the_number_of_stages(
         assert_steps_equal(many.steps, one.steps)
         for key, value in one.state_dict.items():  # running statistics as well
             torch.testing.assert_close(many.state_dict[key], value, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("options", "is_ahead"), [({}, True), ({"recompute": True}, False)])
+def test_masks_are_drawn_while_ranks_wait(
+    options: dict[str, Any],
+    is_ahead: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Those of nn.Dropout as well; where memory is to be saved, none."""
+    start = masks.Masks.start
+
+    def tell(self: masks.Masks, place: tuple[int, int], seed: int) -> None:
+        start(self, place, seed)
+        print("Taken:", len(self._taken), flush=True)
+
+    monkeypatch.setattr(masks, "_OF_IDLE", 1e9)
+    monkeypatch.setattr(masks.Masks, "start", tell)
+    fit("gcnii", 2, tmp_path, strategy_kwargs=options)
+    shown = capfd.readouterr().out
+    assert ("Taken: 1" in shown) == is_ahead and ("Taken: 0" in shown) == is_ahead
 
 
 def test_the_seed_alone_decides_and_dropout_differs_between_epochs(tmp_path: Path) -> None:
