@@ -180,7 +180,8 @@ class Passes:
     def _masks(self, own: Histories, spec: PassSpec) -> Masks | None:
         """Return what draws masks of dropout while this rank waits; None where memory is short."""
         is_tight = spec.recompute or self._saves_memory or self._has_budget
-        if is_tight or self._transport.world.device.type != "cpu":
+        is_captured = self._options.given.cuda_graphs
+        if is_tight or is_captured or self._transport.world.device.type != "cpu":
             return None
         segments = [one.index for one in spec.stage.computed]
 

@@ -48,7 +48,7 @@ class Masks:
     def begin_step(
         self, now: Sequence[tuple[Place, int]], later: Sequence[tuple[Place, int]]
     ) -> None:
-        """Start a step with these places and seeds, in order; `later`: those of the next step."""
+        """Start a step with these places and seeds, in order; `later`: of the next step."""
         self._now, self._next = list(now), list(later)
         self._ahead = {seed: self._ahead[seed] for _, seed in now if seed in self._ahead}
 
