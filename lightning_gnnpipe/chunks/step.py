@@ -129,10 +129,10 @@ class Step:
             if spec.is_training:
                 self._states[chunk.index] = state
             self._send("forward", chunk, state.sent)
-        if self._targets["forward"] is not None:
-            spec.transport.flush()
         masks = None if self._is_last else spec.context.masks
         with nullcontext() if masks is None else masks.waiting("outputs"):
+            if self._targets["forward"] is not None:
+                spec.transport.flush()
             return self._collect(outputs)
 
     def backward(self, output_grads: Sequence[Tensor], before_last: Callable[[], None]) -> None:

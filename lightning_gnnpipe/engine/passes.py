@@ -192,9 +192,9 @@ class Passes:
         assert spec.seed_of is not None
         step = self._seeds.step_index + 1
         order = chunk_order(spec.plan.num_chunks, epoch=step, seed=self._options.seed)
-        own.masks.begin_step(
-            draws(spec.order, spec.seed_of), draws(order, self._seeds.of_step(step))
-        )
+        later = draws(order, self._seeds.of_step(step))
+        has_others = len(self._graphs.inputs.kept) > 1  # whose turn the next step may be
+        own.masks.begin_step(draws(spec.order, spec.seed_of), [] if has_others else later)
         return own.masks
 
     def over_graph(
