@@ -125,8 +125,8 @@ def _replacements(
         yield conv, replaced
 
 
-def _drop(layer: nn.Dropout, rows: Tensor) -> Tensor:
-    return dropout(rows, layer.p, layer.training, layer.inplace)
+def _drop(layer: nn.Dropout, input: Tensor) -> Tensor:
+    return dropout(input, layer.p, layer.training, layer.inplace)
 
 
 def _with_first_node(quantile: gnn.QuantileAggregation) -> Callable[..., Tensor]:

@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from lightning_gnnpipe.passing.matrix import RUNNING
 
-Draw = tuple[float, torch.Size, torch.dtype]  # of one dropout: p, shape and dtype
+# Of one dropout: p, shape, dtype, and whether its input is contiguous and stays as it is.
+Draw = tuple[float, torch.Size, torch.dtype, bool]
 Place = tuple[int, int]  # segment, chunk
 _OF_IDLE = 0.9  # share of the last waits in which masks are drawn; the rest is for messages
 _MOST = 0.5  # share of a step's masks that may be drawn ahead: they take memory until they are used
@@ -27,9 +28,9 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     """Like `torch.nn.functional.dropout`, which it stands for in traced segments."""
     context = RUNNING.get()
     masks = None if context is None else context.masks
-    if masks is None or not training or inplace or not 0.0 < p < 1.0 or input.is_cuda:
+    if masks is None or not training or not 0.0 < p < 1.0 or input.is_cuda:
         return functional.dropout(input, p, training, inplace)
-    return masks.drop(input, p)
+    return masks.drop(input, p, inplace)
 
 
 class Masks:
@@ -59,16 +60,17 @@ class Masks:
         # What is drawn beside masks that are taken, against expectation, must not repeat them.
         torch.default_generator.manual_seed(seed ^ bool(self._taken))
 
-    def drop(self, rows: Tensor, p: float) -> Tensor:
+    def drop(self, rows: Tensor, p: float, inplace: bool) -> Tensor:
         """Return `rows` after a dropout, by the next mask."""
-        number, draw = len(self._noted), (p, rows.shape, rows.dtype)
+        is_usual = rows.is_contiguous() and not inplace
+        number, draw = len(self._noted), (p, rows.shape, rows.dtype, is_usual)
         self._noted.append(draw)
         if self._taken:
             if self._known[self._place][number : number + 1] == (draw,):
                 return rows * self._taken[number]
             self._taken = []  # the network has changed
             _draw_all(self._noted[:-1], torch.default_generator.manual_seed(self._seed))
-        return functional.dropout(rows, p)
+        return functional.dropout(rows, p, True, inplace)
 
     def stop(self) -> None:
         """Note what the segment has drawn, if it is new or has changed."""
@@ -89,7 +91,10 @@ class Masks:
         """Whether the running segment has drawn `draws` from its seed, and nothing else."""
         self._generator.manual_seed(self._seed ^ bool(self._taken))
         _draw_all(draws, self._generator)
-        return torch.equal(self._generator.get_state(), torch.default_generator.get_state())
+        is_usual = all(one[-1] for one in draws)
+        return is_usual and torch.equal(
+            self._generator.get_state(), torch.default_generator.get_state()
+        )
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
@@ -112,5 +117,5 @@ def _draw_all(draws: Sequence[Draw], generator: torch.Generator) -> list[Tensor]
     """Return masks, scaled by 1 / (1 - p), as `torch.dropout` draws them on the CPU."""
     return [
         torch.empty(shape, dtype=dtype).bernoulli_(1 - p, generator=generator).div_(1 - p)
-        for p, shape, dtype in draws
+        for p, shape, dtype, _ in draws
     ]

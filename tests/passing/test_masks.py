@@ -43,6 +43,15 @@ def mixed(x: Tensor) -> Tensor:
     return usual(x + torch.rand(5))
 
 
+def turned(x: Tensor) -> Tensor:
+    """Of a turned tensor masks may be drawn in another order."""
+    return usual(x.t())
+
+
+def in_place(x: Tensor) -> Tensor:
+    return dropout(dropout(x, 0.5).sin(), 0.2, inplace=True)
+
+
 @pytest.fixture
 def masks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Masks]:
     monkeypatch.setattr(masks_module, "_OF_IDLE", 1e9)  # any wait is long enough
@@ -74,7 +83,9 @@ def expected(forward: Forward, step: int, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("later", [usual, stronger, wider, shorter, longer, mixed])
+@pytest.mark.parametrize(
+    "later", [usual, stronger, wider, shorter, longer, mixed, turned, in_place]
+)
 def test_numbers_are_those_of_the_seed(later: Forward, dtype: torch.dtype, masks: Masks) -> None:
     """Also where the network changes, and masks that were drawn no longer fit."""
     x = torch.randn(40, 5, dtype=dtype, requires_grad=True)
@@ -100,7 +111,9 @@ def count_draws(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return drawn
 
 
-@pytest.mark.parametrize(("forward", "is_ahead"), [(usual, True), (mixed, False)])
+@pytest.mark.parametrize(
+    ("forward", "is_ahead"), [(usual, True), (mixed, False), (turned, False), (in_place, False)]
+)
 def test_what_draws_nothing_else_draws_ahead(
     forward: Forward, is_ahead: bool, masks: Masks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
