@@ -149,6 +149,7 @@ def test_rows_of_averaged_weights_are_not_taken() -> None:
 def fewer_edges(data: Data) -> Data:
     assert data.edge_index is not None and data.edge_attr is not None
     data.edge_index, data.edge_attr = data.edge_index[:, :-2], data.edge_attr[:-2]
+    data.edge_weight = data.edge_weight[:-2]
     return data
 
 
